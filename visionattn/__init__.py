@@ -42,7 +42,7 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
+_MODULES = {
     "DataSpec": "visionattn.models.weights",
     "Generated": "visionattn.inference.image_generation",
     "Predictions": "visionattn.inference.python_functions",
@@ -59,9 +59,9 @@ _HOMES = {
 
 
 def __getattr__(name: str):
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'visionattn' has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value = getattr(import_module(_MODULES[name]), name)
     return value
 
 

@@ -1,6 +1,4 @@
-"""Run the command ``visionattn`` as ``python -m visionattn``, for when its script is not on the
-path.
-"""
+"""Run the command ``visionattn`` as ``python -m visionattn``, if the script is not on PATH."""
 
 from visionattn.command import script
 

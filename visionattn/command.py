@@ -1,7 +1,7 @@
 """The command ``visionattn`` and its subcommands; ``tools/*.py`` call the same functions.
 
 This is the top of the package: it may import everything, and nothing imports it. Each subcommand
-checks the names of its options before it imports its modules, so ``visionattn --help`` and an error
+checks the names of its options before it imports its modules. So ``visionattn --help`` and an error
 about a mistyped option do not wait for torch.
 """
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def train(argv: Words, say: Say) -> None:
-    """Train with the given flags, in this process and in all others that ``torchrun`` started."""
+    """Train a model; under ``torchrun``, together with its other processes."""
     from visionattn.cli.exit_codes import Stopped
     from visionattn.training.batch_pictures import show_batch
     from visionattn.training.distributed import joined
@@ -47,7 +47,7 @@ def train(argv: Words, say: Say) -> None:
 
 
 def distil(argv: Words, say: Say) -> None:
-    """Distill with the given flags, in this process and in all others that ``torchrun`` started."""
+    """Distill a model; under ``torchrun``, together with its other processes."""
     from visionattn.training.distil.distil_config import parse_distil
     from visionattn.training.distil.distillation import distil
     from visionattn.training.distributed import joined
@@ -60,7 +60,7 @@ def distil(argv: Words, say: Say) -> None:
 
 
 def validate(argv: Words, say: Say) -> None:
-    """Evaluate a checkpoint at several image sizes and print each row of the table when ready."""
+    """Evaluate a checkpoint at several image sizes and print each row of the table once ready."""
     from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
 
     config = parse_validate(argv)
@@ -206,9 +206,9 @@ class Subcommand:
     work: Callable[[Words, Say], None]
     about: str
     options: str | None = None
-    """Path of the dataclass of its options, if the module of that dataclass imports no torch."""
+    """Import path of the dataclass of its options; None if that module imports torch."""
     several: bool = False
-    """Whether it may run under ``torchrun`` in several processes."""
+    """Whether ``torchrun`` may run the subcommand in several processes."""
 
 
 SUBCOMMANDS = {
@@ -254,25 +254,27 @@ def run(name: str, argv: Words | None = None) -> int:
 
     Args:
         name: one of ``SUBCOMMANDS``.
-        argv: the words after the name; None: ``sys.argv[1:]``.
+        argv: the arguments after the name; None: ``sys.argv[1:]``.
     """
     from visionattn.cli.exit_codes import run_tool
 
     words = sys.argv[1:] if argv is None else argv
-    chosen = SUBCOMMANDS[name]
+    subcommand = SUBCOMMANDS[name]
 
     def work() -> None:
-        if chosen.options and is_alone():
-            check_names(chosen.options, words)
+        if subcommand.options and is_alone():
+            check_names(subcommand.options, words)
         import visionattn.models  # noqa: F401  registers them with timm
 
-        chosen.work(words, lambda text: print(text, flush=True))
+        subcommand.work(words, lambda text: print(text, flush=True))
 
-    return run_tool(work, several=chosen.several)
+    return run_tool(work, several=subcommand.several)
 
 
 def check_names(options: str, argv: Words) -> None:
-    """Raise ValueError for a flag that is not a field of the dataclass at the path ``options``."""
+    """Raise ValueError for a flag that is not a field of the dataclass at import path
+    ``options``.
+    """
     from visionattn.cli.parsing import field_types, flags_of
 
     module, _, name = options.rpartition(".")
@@ -298,7 +300,9 @@ def script() -> NoReturn:
 
 
 def main(argv: Words | None = None) -> int:
-    """Run the subcommand named in ``argv`` and return its exit code; 2 without a subcommand."""
+    """Run the subcommand named first in ``argv`` and return its exit code; 2 without a known
+    subcommand.
+    """
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in SUBCOMMANDS:
         return run(name, rest)
@@ -308,9 +312,9 @@ def main(argv: Words | None = None) -> int:
     if name == "--version":
         print(f"visionattn {visionattn.__version__}")
         return 0
-    near = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
+    closest = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
     print(
-        f"error: visionattn has no command {name:.80}; did you mean {near}? --help lists all "
+        f"error: visionattn has no command {name:.80}; did you mean {closest}? --help lists all "
         "commands",
         file=sys.stderr,
     )

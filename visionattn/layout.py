@@ -1,12 +1,12 @@
-"""The layout of tokens: the one value that gives attention the geometry of the image.
+"""The layout of tokens: where each token of a sequence is on the grid of the image.
 
-The letters of the whole package are defined here: ``B`` images, ``h`` heads, ``N`` queries, ``M``
-keys, ``d`` width of queries and keys per head, ``e`` width of values per head, ``D = h * d`` model
-width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R`` horizon of relative position. Height
-comes before width, rows before columns.
+This module defines the letters of the whole package: ``B`` images, ``h`` heads, ``N`` queries,
+``M`` keys, ``d`` width of queries and keys per head, ``e`` width of values per head, ``D = h * d``
+model width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R`` horizon of relative position.
+Height comes before width, rows before columns.
 
-The values are named tuples: immutable, and handled as plain tuples by checkpointing, FX, export and
-wrappers.
+Layouts are named tuples: they are immutable, and gradient checkpointing, FX, export and wrappers
+handle them as plain tuples.
 """
 
 from typing import NamedTuple
@@ -32,15 +32,16 @@ class TokenLayout(NamedTuple):
     ``grid``.
 
     Args:
-        num_prefix: P, leading tokens without a place on the grid.
-        grid: the whole grid, including patches that are not present.
+        num_prefix: P, leading tokens without a position on the grid.
+        grid: the whole grid, including patches that are not in the sequence.
         kept: int64 ``[B, n]``, row-major indices in ``0..H*W-1`` of the patches in the sequence, in
-            the order of the tokens; None: all patches, row by row from the top left.
-        counts: keys per class of relative position for each patch. ``visionattn.ops.count_classes``
-            computes them once per forward pass; None: each call computes its own.
-        present: bool ``[B, H*W]``, row by row: places of the grid with content; None: all. Tokens
-            at other places are absent: no token attends to them, and their outputs are undefined.
-            ``Flat`` counts along the present places only.
+            token order; None: all patches, row by row from the top left.
+        counts: number of keys in each class of relative position, for each patch.
+            ``visionattn.ops.count_classes`` computes them once per forward pass; None: each call
+            computes them again.
+        present: bool ``[B, H*W]``, row by row: True for grid positions with content; None: all. A
+            token at another position is absent: no token attends to it, and its output is
+            undefined. ``Flat`` offsets count present positions only.
     """
 
     num_prefix: int
@@ -51,7 +52,7 @@ class TokenLayout(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in the sequence: P and the patches in it."""
+        """The number of tokens in the sequence: prefix tokens and patches."""
         patches = self.grid.num_patches if self.kept is None else self.kept.shape[1]
         return self.num_prefix + patches
 
@@ -64,15 +65,13 @@ class TokenLayout(NamedTuple):
             )
 
     def patch_mask(self) -> Tensor | None:
-        """Return True for each patch that is not absent, in token order, bool ``[B, n]``; None if
-        all are present.
-        """
+        """Return which patches are present, in token order, bool ``[B, n]``; None if all are."""
         if self.present is None or self.kept is None:
             return self.present
         return self.present.gather(1, self.kept)
 
     def key_mask(self, mask: Tensor | None = None) -> Tensor | None:
-        """Return the tokens that take part as keys, bool ``[B, P + n]``: not absent and True in
+        """Return which tokens take part as keys, bool ``[B, P + n]``: present, and True in
         ``mask``. None if all take part.
         """
         patches = self.patch_mask()
@@ -84,7 +83,7 @@ class TokenLayout(NamedTuple):
     def on_grid(self, x: Tensor) -> Tensor:
         """Lay the patches of tokens ``[B, h, P + n, c]`` out on the grid, ``[B, h, H, W, c]``.
 
-        Places without a patch hold 0.
+        Grid positions without a patch are 0.
         """
         x = x[:, :, self.num_prefix :]
         if self.kept is not None:

@@ -1,6 +1,6 @@
-"""Define a user's description of a model: its name and arguments, its task, and its preprocessing.
+"""The user's description of a model: its name and arguments, its task, and its preprocessing.
 
-The module imports no library, so that a wrong option is reported before torch is imported.
+The module imports no library, so that errors about options do not wait for torch.
 """
 
 from dataclasses import dataclass, field
@@ -23,11 +23,14 @@ class ModelConfig:
     name: str = "scaleformer_vit_t"
     """A timm name: one of our models or any other timm model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``; they replace all
-    arguments of a configuration, while ``--model.args.num_heads 6`` changes one. For ``data.task``
-    segmentation also arguments of the head: ``head_blocks``, blocks whose features it uses
-    (default: the last), and ``head_stride``, side in pixels of a cell with one logit (default: a
-    patch).
+    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``. They replace all
+    arguments of a configuration; ``--model.args.num_heads 6`` changes a single one.
+
+    For ``data.task`` segmentation they include two arguments of the head: ``head_blocks``, the
+    blocks whose features the head uses (default: the last), and ``head_stride``, the pixels per
+    logit along a side (default: the patch size).
     """
     grad_checkpointing: bool = False
-    """Gradient checkpointing: recompute blocks in the backward pass; less memory, more time."""
+    """Gradient checkpointing: recompute blocks in the backward pass, for less memory and more
+    time.
+    """

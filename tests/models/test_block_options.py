@@ -362,7 +362,7 @@ def test_calls_that_a_layer_cannot_answer_say_why():
     assert torch.equal(layer(x), layer(x, layout))
     windows = Attention(24, 3, attention="window").double()
     for of, message in (
-        (layer, "let tokens see later ones"),
+        (layer, "let tokens see later tokens"),
         (windows, "is_causal=True: attention='window' has no causal form"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -205,9 +205,9 @@ def test_arguments_of_an_attention_that_do_not_fit_are_one_line(name):
 
 
 CONVOLUTION = [
-    ("weight: expected [12, 1, K, K] of an odd K, got", {"weight": torch.ones(5, 1, 3, 3)}),
-    ("of an odd K", {"weight": torch.ones(12, 1, 2, 2)}),
-    ("of an odd K", {"weight": torch.ones(12, 1, 3, 5)}),
+    ("weight: expected [12, 1, K, K] with K odd, got", {"weight": torch.ones(5, 1, 3, 3)}),
+    ("with K odd", {"weight": torch.ones(12, 1, 2, 2)}),
+    ("with K odd", {"weight": torch.ones(12, 1, 3, 5)}),
     ("v: expected [B, h, tokens, width]", {"v": torch.ones(2, 17, 4)}),
     ("layout has 15 tokens, got 17", {"layout": LAYOUT._replace(num_prefix=0)}),
     ("layout: expected TokenLayout", {"layout": None}),

@@ -1,4 +1,4 @@
-"""Multi-head self-attention with the package's operations and timm's parameter names."""
+"""Multi-head self-attention with this package's operations and timm's parameter names."""
 
 from typing import Any, Literal
 
@@ -32,26 +32,27 @@ class Attention(nn.Module):
         attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift", "softmax"
             or "window" (softmax within windows of the grid).
         relative: "joint", "axial", "flat" or "none"; window attention does not support "flat".
-        horizon: R of the relative position, in patches; None: 3. Fixed for windows at
-            ``window_size - 1``: each offset within a window has its own entry.
+        horizon: R of the relative position, in patches; None: 3. Not for window attention, where it
+            is ``window_size - 1``: each offset within a window has its own entry.
         normalization: "mean" or "sum"; None: "mean". Not for softmax or window attention.
-        temperature_init: initial tau of TaylorShift for every head; None: 4.
+        temperature_init: initial temperature of TaylorShift for every head; None: 4.
         feature_map: for kernelized attention: "elu1", "relu", "softmax" (Shen: over features for
             queries, over positions for keys) or "random" (FAVOR+); None: "elu1". "random" draws its
             rows from torch's generator when the layer is built and saves them with the weights;
-            ``layer.feature_map.redraw()`` draws new ones. Relative position always uses elu1 for
+            ``layer.feature_map.redraw()`` draws new rows. Relative position always uses elu1 for
             queries. GPU kernels support "elu1" and "relu".
         random_features: number of features of "random"; None: the head width.
         form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster form; both
             compute the same result. Not for softmax or window attention.
         window_size: patches along a side of a window; None: 7.
-        shifted: begin the grid of windows with half a window, so that patches attend across the
-            window borders of other layers.
-        value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches; 0:
-            none. Its result is added to the output of the operation, and its weights start at zero.
+        shifted: begin each axis with half a window, so that patches attend across the window
+            borders of unshifted layers.
+        value_conv: side in patches, odd, of a depth-wise convolution of the values over the grid;
+            0: none. Its result is added to the output of the operation. Its weights start at 0.
         centre_keys: subtract from each key the mean key of its head.
         output_gate: multiply the output of each token (all heads, convolution included) by
-            ``silu(x W)`` of that token, before ``scale_norm``; W is ``[D, D]``, without a bias.
+            ``silu(x W)`` of the token's input x, before ``scale_norm``; W is ``[D, D]``, without a
+            bias.
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalize q and k per head with ``norm_layer``.
         scale_norm: normalize with ``norm_layer`` before the output projection.
@@ -60,11 +61,11 @@ class Attention(nn.Module):
         proj_drop: dropout after the output projection.
 
     Raises:
-        ValueError: heads do not divide the width, a name is unknown, or an option has no effect
-            with the other options.
+        ValueError: ``num_heads`` does not divide the width, a name is unknown, or an option has no
+            effect with the other options.
 
-    The attribute ``operation`` holds the function that is called. It may be replaced by a function
-    with the same arguments.
+    The attribute ``operation`` is the function that computes the attention. It may be replaced by a
+    function with the same arguments.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"expected num_heads that divides the width {dim} ({divisors}), got {num_heads}"
             )
-        # Checks first: an option without effect is refused, not ignored.
+        # Refuse options without effect.
         kind = get_attention(attention)
         if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: expected mean or sum")
@@ -113,7 +114,7 @@ class Attention(nn.Module):
             if kind.feature_map
             else None
         )
-        given = dict(
+        values = dict(
             horizon=horizon,
             normalization=normalization,
             temperature_init=temperature_init,
@@ -125,8 +126,8 @@ class Attention(nn.Module):
             centre_keys=centre_keys or None,
         )
         for name, reason in idle_options(kind, relative, feature_map).items():
-            if given[name] is not None:
-                raise ValueError(f"{name}={given[name]!r} has no effect: {reason}")
+            if values[name] is not None:
+                raise ValueError(f"{name}={values[name]!r} has no effect: {reason}")
         if kind.windows and relative == "flat":
             raise ValueError(
                 f"relative='flat': attention={attention!r} is on a grid; expected joint, axial or "
@@ -138,7 +139,7 @@ class Attention(nn.Module):
         self.attention, self.form = attention, form
         self.kind, self.operation = kind, OPERATIONS[kind.name]
         self.num_heads = num_heads
-        # timm's wrappers look for its attributes ``scale`` and ``fused_attn``.
+        # Wrappers of timm expect the attributes ``scale`` and ``fused_attn``.
         self.scale = self.head_dim**-0.5
         self.fused_attn = True
         self.native_layout: TokenLayout | None = None
@@ -146,7 +147,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, dim * 3, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
-        own = self.window_size - 1 if kind.windows else 3
+        default_horizon = self.window_size - 1 if kind.windows else 3
         self.relative = (
             None
             if relative == "none"
@@ -154,7 +155,7 @@ class Attention(nn.Module):
                 relative,
                 num_heads,
                 self.head_dim,
-                horizon=own if horizon is None else horizon,
+                horizon=default_horizon if horizon is None else horizon,
                 normalization="sum" if kind.signed else normalization or "mean",
                 signed=kind.signed,
                 **dd,
@@ -165,8 +166,8 @@ class Attention(nn.Module):
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
         self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if kind.temperature else None
         self.attn_drop = nn.Dropout(attn_drop)
-        # Not named ``gate``: timm uses that name for a sigmoid after the norm, and its weights
-        # would load here.
+        # Not named ``gate``: the gate of timm's attention has this name and is a sigmoid after the
+        # norm, and its weights would load here.
         self.output_gate = nn.Linear(dim, dim, bias=False, **dd) if output_gate else None
         self.norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **dd)
@@ -175,25 +176,25 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the temperature to its initial value; the other parts reset themselves."""
+        """Set the temperature to its initial value; submodules have their own resets."""
         if self.temperature is not None:
             self.temperature.fill_(self.temperature_init)
 
     def _layout(self, layout: TokenLayout | None, tokens: int) -> TokenLayout:
-        """Return the given layout, or the native one if it has this number of tokens."""
+        """Return ``layout``, or if it is None the native layout, which must have as many tokens."""
         if layout is not None:
             return layout
         native = self.native_layout
         if native is not None and native.num_tokens == tokens:
             return native
-        wanted = "none is known" if native is None else f"the native one has {native.num_tokens}"
+        known = "none is known" if native is None else f"the native one has {native.num_tokens}"
         raise ValueError(
-            f"expected a layout for {tokens} tokens ({wanted}); pass "
+            f"expected a layout for {tokens} tokens ({known}); pass "
             "layout=TokenLayout(num_prefix, Grid(height, width))"
         )
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
-        """Return the options that this operation accepts in addition to the common ones."""
+        """Return the options of the operation that not all operations accept."""
         kind = self.kind
         taken = {
             "form": (kind.forms, self.form),
@@ -216,19 +217,21 @@ class Attention(nn.Module):
 
         Args:
             x: ``[B, N, D]``.
-            layout: the places of the tokens on the grid, and which are absent. Needed for relative
-                position and for windows, unless N is the native number of tokens.
+            layout: the grid positions of the tokens, and which tokens are absent. Relative
+                position, windows and ``value_conv`` need it, unless N is the native number of
+                tokens.
             attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, a mask of keys; True takes part. Linear
-                time allows no other masks. Masked tokens may hold NaN. Weight gradients of the
-                projections and of the gate need finite numbers, because these multiply every token.
-            is_causal: each token attends only to itself and earlier tokens. Available for
-                kernelized attention with "flat" or no relative position and for softmax with any,
-                without ``value_conv`` and ``centre_keys``, which mix in later tokens.
+                time allows no other masks. Masked tokens may hold NaN in a forward pass. In
+                training they need finite numbers, because weight gradients of the projections and
+                of the gate sum over all tokens.
+            is_causal: each token attends only to itself and earlier tokens. Kernelized attention
+                supports it with "flat" or no relative position, softmax attention with any. It
+                excludes ``value_conv`` and ``centre_keys``, which mix in later tokens.
 
         Raises:
-            ValueError: relative position, windows or ``value_conv`` without a known grid, a mask of
-                pairs, causal attention that is not available, or ``fused_attn`` set to False, with
-                which timm's ``AttentionExtract`` requests the weights of all pairs.
+            ValueError: a layout is missing, the mask is not a mask of keys, or causal attention is
+                not available. Also if ``fused_attn`` is False, by which timm's
+                ``AttentionExtract`` requests the weights of all pairs.
         """
         if not self.fused_attn:
             raise ValueError(
@@ -238,8 +241,8 @@ class Attention(nn.Module):
         options["value_drop"] = self.attn_drop.p if self.training else 0.0
         out = self.operation(q, k, v, **options)
         if self.value_conv is not None:
-            # The first operand decides the memory layout of the sum. The projection expects the
-            # layout of the convolution.
+            # The first operand determines the memory layout of the sum, and the projection is
+            # fastest with the layout of the convolution.
             out = self.value_conv(v, layout, key_mask) + out
         return self.project(out.transpose(1, 2).reshape(x.shape), x)
 
@@ -253,7 +256,7 @@ class Attention(nn.Module):
             )
         if is_causal and (self.value_conv is not None or self.centre_keys):
             raise ValueError(
-                "is_causal=True: value_conv and centre_keys let tokens see later ones; build the "
+                "is_causal=True: value_conv and centre_keys let tokens see later tokens; build the "
                 "model with value_conv=0 and centre_keys=False"
             )
 
@@ -270,8 +273,8 @@ class Attention(nn.Module):
         self._check(is_causal)
         q, k, v = self.heads(x)
         key_mask, options = _key_mask(attn_mask, x), self._options(is_causal)
-        # Relative position and windows read absent tokens from the layout; other attentions need
-        # them in the key mask.
+        # With relative position or windows, the operation takes absent tokens from the layout; else
+        # it needs them in the key mask.
         if self.relative is not None or self.kind.windows or self.value_conv is not None:
             layout = self._layout(layout, x.shape[1])
         if self.centre_keys:
@@ -295,9 +298,8 @@ class Attention(nn.Module):
     ) -> AttentionRows:
         """Return the attention weights of chosen tokens over all tokens, in linear time and memory.
 
-        They are rows of the weights by which ``forward`` averages the values. Keys are centered as
-        in ``forward``. The effects of ``value_conv`` and ``output_gate`` are not weights of keys
-        and are not included.
+        They are the weights by which ``forward`` averages the values. ``value_conv`` and
+        ``output_gate`` have no weights of keys and do not enter.
 
         Args:
             x: ``[B, N, D]``; ``x``, ``layout``, ``attn_mask`` and ``is_causal`` are as for
@@ -305,8 +307,8 @@ class Attention(nn.Module):
             rows: int64 ``[Q]``, indices of the chosen tokens, from 0 to N - 1.
 
         Returns:
-            ``AttentionRows``: shares of content and of place, ``[B, h, Q, N]``. Rows of absent
-            patches are undefined.
+            ``AttentionRows`` with the parts from content and from relative position,
+            ``[B, h, Q, N]``. Rows of absent patches are undefined.
 
         Raises:
             ValueError: as ``forward``, or ``rows`` is out of range.
@@ -316,11 +318,11 @@ class Attention(nn.Module):
         return ROWS[self.attention](q, k, rows, **options)
 
     def heads(self, x: Tensor, which: Literal["q", "v", "kv", "qkv"] = "qkv") -> list[Tensor]:
-        """Return queries, keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, or some of
-        them.
+        """Return queries, keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, as ``which``
+        selects.
 
-        Queries and keys are normalized; keys are not yet centered. A plain projection computes only
-        the requested parts.
+        Queries and keys are normalized (``qk_norm``); keys are not yet centered. Only the selected
+        parts are computed, unless the projection is not a plain ``nn.Linear``.
         """
         begin = "qkv".index(which) * x.shape[2]
         rows = slice(begin, begin + len(which) * x.shape[2])
@@ -328,26 +330,29 @@ class Attention(nn.Module):
         if type(weight) in (Tensor, nn.Parameter):
             bias = self.qkv.bias
             parts = F.linear(x, weight[rows], None if bias is None else bias[rows])
-        else:  # also covers LoRA, quantization and hooks
+        else:  # LoRA, quantization and hooks need the call
             parts = self.qkv(x)[..., rows].contiguous()
         # Split ``[B, N, n D]`` into n views ``[B, h, N, d]`` without a copy.
         split = parts.unflatten(2, (len(which), self.num_heads, self.head_dim))
         norms = {"q": self.q_norm, "k": self.k_norm}
-        found = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
-        return [norms[name](part) if name in norms else part for name, part in found]
+        named_parts = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
+        return [norms[name](part) if name in norms else part for name, part in named_parts]
 
     def summarize(self, k: Tensor, v: Tensor) -> State:
-        """Reduce keys and values to the state that queries need for the content term; states add.
+        """Reduce keys and values to the state of the content term; states of disjoint keys add.
 
         Raises:
-            ValueError: softmax has no state, nor has a feature map whose keys depend on each other.
+            ValueError: a softmax, or a feature map whose keys depend on each other, has no state.
         """
         options = self._options(is_causal=False)
         taken = {name: options[name] for name in options if name in ("feature_map", "temperature")}
         return summarize(k, v, self.attention, **taken)
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gate, normalize and project the output of the heads, ``[B, N, D]``; x gives the gate."""
+        """Gate, normalize and project the output of the heads, ``out [B, N, D]``.
+
+        The gate is computed from the input tokens ``x [B, N, D]``.
+        """
         if self.output_gate is not None:
             out = gated(out, self.output_gate(x))
         return self.proj_drop(self.proj(self.norm(out)))
@@ -360,19 +365,19 @@ def idle_options(
 
     Args:
         kind: the attention.
-        relative: "joint", "axial", "flat" or "none"; None: options without effect for all of them.
+        relative: "joint", "axial", "flat" or "none"; None: any.
         feature_map: the requested feature map.
     """
     of = f"attention={kind.name!r}"
     reasons = (
         (kind.signed, "centre_keys", "a softmax ignores terms that all keys share"),
         (not kind.temperature, "temperature_init", f"{of} has no temperature"),
-        (feature_map != "random", "random_features", 'they are of feature_map="random"'),
+        (feature_map != "random", "random_features", 'only feature_map="random" uses it'),
         (not kind.feature_map, "feature_map random_features", f"{of} has no feature map"),
         (not kind.forms, "form", f"{of} has no forms"),
         (kind.windows, "horizon", f"{of} has an entry for each offset within a window"),
         (not kind.windows, "window_size shifted", f"{of} has no windows"),
-        (kind.signed, "normalization", f"{of} normalizes by itself"),
+        (kind.signed, "normalization", f"the softmax of {of} normalizes the weights"),
         (relative == "none", "horizon normalization", "there is no relative position"),
     )
     return {name: reason for idle, names, reason in reasons if idle for name in names.split()}

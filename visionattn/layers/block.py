@@ -1,4 +1,4 @@
-"""The transformer block: timm's names and parts around our attention."""
+"""The transformer block: attention of this package with timm's other parts and names."""
 
 from timm.layers import DropPath, LayerNorm, LayerScale, Mlp
 from torch import Tensor, nn
@@ -13,14 +13,14 @@ class Block(nn.Module):
     Args:
         dim: D.
         num_heads: h.
-        mlp_ratio: hidden width of the MLP over D.
+        mlp_ratio: hidden width of the MLP divided by D.
         qkv_bias, qk_norm, scale_attn_norm, proj_bias, attn_drop, proj_drop: see ``Attention``.
-        scale_mlp_norm: normalize inside the MLP.
+        scale_mlp_norm: normalize the hidden activations of the MLP.
         init_values: initial value of LayerScale; None: no LayerScale.
         drop_path: probability of dropping each residual branch.
         attn_layer: class of the attention; it receives ``attn_options``.
         attn_options: further keyword arguments of the attention.
-        depth: index of the block, from 0. Not used; timm passes it to every block.
+        depth: index of the block, from 0; unused, but timm passes it.
     """
 
     def __init__(
@@ -49,8 +49,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        # Two branches with timm's names: attention, then MLP, each normalized before and scaled
-        # after.
+        # Both branches, attention and MLP, have timm's parameter names.
         self.norm1 = norm_layer(dim, **dd)
         self.attn = attn_layer(
             dim,
@@ -91,9 +90,10 @@ class Block(nn.Module):
         return self.added(x, self.attn(self.norm1(x), layout, attn_mask, is_causal))
 
     def added(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the block's output from its input tokens and the output of its attention.
+        """Return the output of the block for input tokens ``x`` and the output ``attended`` of the
+        attention.
 
-        It works token by token, so callers may process the tokens in pieces.
+        Each token is independent of the others, so callers may process the tokens in pieces.
         """
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))

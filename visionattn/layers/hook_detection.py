@@ -1,19 +1,21 @@
-"""Detection of modules whose call no longer runs only ``forward`` of their class.
+"""Detection of modules whose call runs other code than ``forward`` of their class.
 
-Code that runs the parts of a module without calling it needs this check.
+Code that calls the parts of a module instead of the module would bypass hooks and replaced methods.
 """
 
 import torch
 from torch import nn
 
 WATCHERS = ("visionattn.", "torch.utils.module_tracker")
-"""Modules whose hooks change nothing: progress bars of this package, counters of torch."""
+"""Prefixes of modules whose hooks only observe: progress bars of this package, counters of
+torch.
+"""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Return the reason why a call of a module runs more than ``kind.forward``; None if there is
-    none.
+    """Return the reason why a call of a module runs other code than ``kind.forward``; None if it
+    does not.
 
     Parametrizations change parameters, not the call, and are accepted.
     """
@@ -25,16 +27,16 @@ def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks from modules outside ``WATCHERS`` act on a call of the module."""
+    """Return whether a call of the module runs hooks that are not from ``WATCHERS``."""
     common = torch.nn.modules.module
     tables = [common._global_forward_pre_hooks, common._global_forward_hooks]
     hooks = [x for table in [*tables, *(getattr(module, n) for n in HOOKS)] for x in table.values()]
-    homes = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
-    return not all(home.startswith(WATCHERS) for home in homes)
+    modules = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
+    return not all(name.startswith(WATCHERS) for name in modules)
 
 
 def check_unchanged(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
-    """Raise ValueError if a call of the module would run more than ``kind.forward``.
+    """Raise ValueError if a call of the module runs other code than ``kind.forward``.
 
     Args:
         name: name of the module in its model, for the message; "": the model itself.

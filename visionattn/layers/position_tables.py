@@ -1,6 +1,6 @@
-"""Relative position tables as parameters, initialized to a local pattern.
+"""Tables of relative position as parameters, initialized to a local pattern.
 
-For the linear forms their entries are positive by construction.
+For linear attention the entries are positive by construction.
 """
 
 import torch
@@ -23,10 +23,11 @@ def entries(raw: Tensor, signed: bool) -> Tensor:
 class RelativeTables(nn.Module):
     """The tables of one attention layer.
 
-    Each head starts peaked at one small offset (head i at ``HEAD_OFFSETS[i % 8]``), like a
-    convolution. Tables near zero would average over everything and carry no signal early in
-    training. Entries pass through ``elu1`` and are scaled by ``16 / d``: the balance of content and
-    position was tuned at d = 16, and other head widths start from the same balance.
+    Initially, the table of head i has a peak at the small offset ``HEAD_OFFSETS[i % 8]``, like a
+    convolution. Tables near 0 would average over all patches and carry no signal early in training.
+
+    Entries are ``elu1`` of the parameters, scaled by ``16 / d``. The initial values were tuned at
+    d = 16; the scale gives other head widths the same initial balance of content and position.
 
     Args:
         kind: "joint", "axial" or "flat".
@@ -34,7 +35,8 @@ class RelativeTables(nn.Module):
         head_dim: d.
         horizon: R, in patches, at least 0.
         normalization: "mean" or "sum"; see ``visionattn.ops.position.relative_position``.
-        signed: use the parameters unchanged, for softmax attention, where scores may have any sign.
+        signed: use the parameters unchanged; for softmax and window attention, where scores may
+            have any sign.
 
     Source: Scaleformer, section 4; two dimensions, local start and scale are ours.
     """
@@ -68,7 +70,7 @@ class RelativeTables(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reset the tables to a new random local start."""
+        """Initialize the tables: random entries, and the peak of each head."""
         for parameter in self.parameters():
             parameter.normal_(std=START_NOISE).add_(START_FLOOR)
         reach = min(1, self.horizon)
@@ -84,7 +86,8 @@ class RelativeTables(nn.Module):
     def forward(self, layout: TokenLayout) -> RelativePosition:
         """Return the relative position for a layout.
 
-        Signed tables drop the layout's counts, which hold for a model's positive tables only.
+        Signed tables need no counts. The counts of the layout may be for another horizon, so they
+        are dropped.
         """
         if self.signed:
             layout = layout._replace(counts=None)

@@ -1,8 +1,8 @@
-"""Causal attention along the raster of an image, with a relative position in rows and columns.
+"""Causal attention over the values of an image in raster order, with relative position in rows and
+columns.
 
-A sequence of values in raster order is one-dimensional, and ``Flat`` position clips the offset
-along it. Here the entries of ``Flat`` come from a small table of rows and columns, so one layer
-fits images of any width.
+``Flat`` relative position clips the offset along the sequence. Here its entries come from a small
+table over rows and columns, so one layer fits images of any width.
 """
 
 from typing import Any, get_args
@@ -19,26 +19,27 @@ from visionattn.ops.position.relative_position import Flat, Normalization
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
 
 PEAKS = ((0, 1), (1, 0), (1, 1), (1, -1), (0, 2), (2, 0), (1, 2), (0, 3))
-"""Initial peak of each head: rows up and pixels to the left of the value to predict."""
+"""Initial peak of each head, as an offset from the value to predict: rows up and pixels to the
+left.
+"""
 
 
 class RasterTables(nn.Module):
-    """A ``Flat`` table for past keys in the raster of an image.
+    """A ``Flat`` table for past keys of an image in raster order.
 
     Token i holds value i - 1 and predicts value i. Offsets count from the value to predict back to
-    the value that a token holds, so the pixel above is exactly one row back. Each offset within
-    ``reach`` pixels of the predicted column, in its row or up to ``rows`` rows above, has its own
-    entry. The other values of each of these rows share one entry, and all rows farther up share
-    one.
+    the value that a token holds, so the pixel above is exactly one row back. An offset of at most
+    ``reach`` columns and ``rows`` rows from the value to predict has its own entry. The other
+    values of each of these rows have one common entry, and all rows farther up have another.
 
     Args:
         num_heads: h; every head has its own table.
         head_dim: d.
-        rows: number of rows above with entries of their own.
-        reach: number of pixels on each side with entries of their own.
+        rows: number of rows above whose pixels have individual entries.
+        reach: number of pixels on each side of the column with individual entries.
         channels: values per pixel, adjacent in the sequence.
         normalization: "mean" or "sum"; see ``visionattn.ops.position.relative_position``.
-        signed: use the parameters unchanged, for softmax attention.
+        signed: use the parameters unchanged; for softmax attention.
 
     Source: Scaleformer, section 4 (clipped relative position); rows and columns are ours.
     """
@@ -65,19 +66,19 @@ class RasterTables(nn.Module):
             raise ValueError(f"normalization {normalization!r}: expected mean or sum")
         self.rows, self.channels = rows, channels
         self.span = (reach + 1) * channels - 1
-        """Values on each side with entries of their own."""
+        """Number of values on each side with individual entries."""
         self.normalization: Normalization = normalization
         self.signed = signed
         dd = {"device": device, "dtype": dtype}
         side = 2 * self.span + 1
         self.near = nn.Parameter(torch.empty(num_heads, rows + 1, side, head_dim, **dd))
-        # One entry for the rest of each row and, last, one for all rows farther up.
+        # One entry for the rest of each row; the last entry is for all rows farther up.
         self.rest = nn.Parameter(torch.empty(num_heads, rows + 2, head_dim, **dd))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Reset to a new random start, each head peaked at a different nearby pixel."""
+        """Initialize the table: random entries, and a peak at a nearby pixel for each head."""
         for parameter in self.parameters():
             parameter.normal_(std=START_NOISE).add_(START_FLOOR)
         for head in range(len(self.near)):
@@ -86,37 +87,37 @@ class RasterTables(nn.Module):
             self.near[head, min(up, self.rows), place] += START_PEAK - START_FLOOR
 
     def index(self, row: int, tokens: int) -> Tensor:
-        """Return the table entry of each offset along the sequence, int64 ``[R + 1]``.
+        """Return the index of the entry of each offset along the sequence, int64 ``[R + 1]``.
 
-        Entries are numbered through ``near`` row by row, then through ``rest``. The last one stands
-        for all offsets from R on.
+        Indices count the entries of ``near`` row by row, and then the entries of ``rest``. The last
+        element is for all offsets from R on.
 
         Args:
-            row: values per row of the image: its width times the channels.
-            tokens: the longest sequence; larger offsets have no entries.
+            row: number of values per row of the image, its width times the channels.
+            tokens: length of the longest sequence; larger offsets need no entries.
         """
         side, device = 2 * self.span + 1, self.near.device
         horizon = min(self.rows * row + self.span, tokens)
-        # Offsets start at 1: the previous value is in the token itself.
+        # Offsets start at 1, because a token holds the value before the value to predict.
         offset = torch.arange(1, horizon + 1, device=device)
-        nearest = (offset + row // 2) // row
-        beside = offset - nearest * row
-        is_near = (nearest <= self.rows) & (beside.abs() <= self.span)
+        rows_up = (offset + row // 2) // row
+        columns_left = offset - rows_up * row
+        is_near = (rows_up <= self.rows) & (columns_left.abs() <= self.span)
         others = (self.rows + 1) * side
         index = torch.where(
             is_near,
-            nearest * side + beside + self.span,
+            rows_up * side + columns_left + self.span,
             others + (offset // row).clamp(max=self.rows),
         )
         return F.pad(index, (0, 1), value=others + self.rows + 1)
 
     def forward(self, layout: TokenLayout) -> Flat:
-        """Return the relative position for an image whose rows of values are the rows of the
-        layout's grid.
+        """Return the relative position for an image; a row of the layout's grid is a row of
+        values.
         """
         table = entries(torch.cat([self.near.flatten(1, 2), self.rest], 1), self.signed)
         past = table[:, self.index(layout.grid.width, layout.grid.num_patches)].flip(1)
-        # No token attends to later tokens: those entries are never read.
+        # Entries for later keys are never read in causal attention.
         return Flat(F.pad(past, (0, 0, 0, past.shape[1] - 1)), None, self.normalization)
 
 
@@ -131,8 +132,8 @@ class RasterAttention(Attention):
         options: further arguments of ``Attention``.
 
     Raises:
-        ValueError: the attention has no causal form, keys of its feature map depend on each other,
-            or as ``Attention``.
+        ValueError: the attention has no causal form, the keys of the feature map depend on each
+            other, or as ``Attention``.
     """
 
     def __init__(
@@ -180,18 +181,17 @@ class RasterAttention(Attention):
         attn_mask: Tensor | None = None,
         is_causal: bool = True,
     ) -> Tensor:
-        """Attend to earlier tokens and to the token itself; see ``Attention.forward`` for the
-        arguments.
+        """Apply causal self-attention; see ``Attention.forward`` for the arguments.
 
-        The width of the layout's grid is the number of values per row of the image. There may be
-        fewer tokens than places on the grid.
+        The width of the layout's grid is the number of values per row of the image. The sequence
+        may be shorter than the grid.
         """
         return super().forward(x, layout, attn_mask, True)
 
     def begin(
         self, batch: int, layout: TokenLayout
     ) -> tuple[RecurrentState | KeyValueCache, PastTable | None]:
-        """Return the state before the first token, and the position table that ``step`` needs.
+        """Return the state before the first token, and the table of relative position for ``step``.
 
         Args:
             batch: B.
@@ -213,7 +213,7 @@ class RasterAttention(Attention):
     def step(
         self, x: Tensor, state: RecurrentState | KeyValueCache, table: PastTable | None
     ) -> Tensor:
-        """Attend with one token ``[B, 1, D]`` and add it to the state, in place."""
+        """Add one token ``[B, 1, D]`` to the state, in place, and return its output."""
         q, k, v = self.heads(x)
         if isinstance(state, KeyValueCache):
             out = state.step(q, k, v, table)

@@ -1,4 +1,4 @@
-"""The convolution of values as a module."""
+"""The depth-wise convolution of the values as a module."""
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,8 @@ from visionattn.ops.attention_additions import value_convolution
 class ValueConvolution(nn.Module):
     """A depth-wise convolution of the values over the grid, added to the output of an attention.
 
-    It starts at zero, so that pretrained weights keep their results. It is not an ``nn.Conv2d``,
-    because some initializers of timm would reset its weights.
+    The kernel starts at 0, so that a model with pretrained weights keeps its outputs. The module is
+    not an ``nn.Conv2d``, because initializers of timm would reset its weights.
 
     Args:
         dim: D, the width of all heads together.
@@ -26,15 +26,15 @@ class ValueConvolution(nn.Module):
         if side < 1 or side % 2 == 0:
             raise ValueError(f"value_conv: expected an odd side of at least 1 patch, got {side}")
         self.reach = side // 2
-        """Reach of the kernel: rows and columns of patches on each side of a patch."""
+        """Number of patches that the kernel reaches on each side of a patch."""
         self.weight = nn.Parameter(torch.empty(dim, 1, side, side, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the kernel to zero."""
+        """Set the kernel to 0."""
         self.weight.zero_()
 
     def forward(self, v: Tensor, layout: TokenLayout, key_mask: Tensor | None = None) -> Tensor:
-        """Map values ``[B, h, N, e]`` to the term, of the same shape, added to the output."""
+        """Return the convolution of values ``[B, h, N, e]``; see ``value_convolution``."""
         return value_convolution(v, self.weight, layout, key_mask=key_mask)

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-import visionattn.ops.plain_forms  # noqa: F401  lets exporters put plain operations in place of operators
+import visionattn.ops.plain_forms  # noqa: F401  registers decompositions for exporters
 from visionattn.ops.attention_additions import centred_keys, value_convolution
 from visionattn.ops.attention_sums import Sums
 from visionattn.ops.feature_maps import RandomFeatures

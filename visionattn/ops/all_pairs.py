@@ -1,10 +1,11 @@
 """Content and joint relative position of all pairs in one matrix: the fastest form for few tokens
 on a CPU.
 
-With few tokens, sums over classes and features cost more than the weights of all pairs. Blocks of
-some queries and all keys stay in cache: time is quadratic, memory linear. The backward pass
-recomputes each block (with plain autograd, a training step took 1.3 to 1.7 times as long). Under a
-compiler, where sizes may be symbolic, the operators of both terms are used instead.
+With few tokens, sums over classes and features cost more than the weights of all pairs. The weights
+are computed in blocks of some queries and all keys, which stay in cache: time is quadratic, memory
+linear. The backward pass recomputes each block; with plain autograd, a training step took 1.3 to
+1.7 times as long. Compiled graphs use the separate operators of content and relative position
+instead, because sizes may be symbolic there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +36,10 @@ from visionattn.ops.position.relative_position import (
 from visionattn.ops.taylorshift.taylorshift_features import EPS
 
 MOST_PAIRS = 900**2
-"""Number of pairs above which sums over classes of positions, by tiles, are faster.
+"""Number of pairs above which the tiled sums over classes of relative position are faster.
 
-Measured on an Intel Xeon with AMX, one thread, torch 2.14, 26 November 2026: both break even at 850
-to 1,000 tokens (forward and with gradients, head widths 32 and 64, float32), and at 780 in
+Measured on an Intel Xeon with AMX, one thread, torch 2.14, 26 November 2026: both forms break even
+at 850 to 1,000 tokens (forward and with gradients, head widths 32 and 64, float32), and at 780 in
 bfloat16.
 """
 BLOCK_ELEMENTS, BLOCK_QUERIES = 1 << 17, (128, 256)
@@ -67,7 +68,7 @@ def mean_of_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted mean under content and relative position, and the sum of the weights.
 
-    The arguments are as for ``pair_mean``; the relative position is as the attentions take it.
+    The arguments are as for ``pair_mean``, with ``relative`` in place of table, counts and total.
     """
     position: tuple[Tensor | None, ...] = (None, None, None)
     if relative is not None:
@@ -88,7 +89,7 @@ def _flops(q, k, v, table, *, backward: bool) -> int:
 
 
 def _empty_mean(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialized memory for the mean, with tokens before heads, and for the mass."""
+    """Return uninitialized memory for the mean (``tokens_first``) and for the mass."""
     dtype = accumulation_dtype(q, k, v)
     out = tokens_first(q, *q.shape[:3], v.shape[3], dtype=dtype)  # type: ignore[call-arg]
     return out, q.new_empty(q.shape[:3], dtype=dtype)
@@ -113,31 +114,31 @@ def pair_mean(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating point dtype and
             strides.
-        temperature: for TaylorShift, ``[h]``: length to which q is scaled; k is scaled to unit
-            length.
+        temperature: for TaylorShift, ``[h]``, the length to which q is scaled; k is scaled to unit
+            length. None: both are unchanged.
         key_mask: bool ``[B, M]``, True takes part.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]`` in the dtype of the sums. With a table, the tokens are
             the prefix tokens and then the whole grid.
-        counts: keys of each class for each patch, ``[1 or B, H, W, C]``; needed with a table.
+        counts: number of keys in each class for each patch, ``[1 or B, H, W, C]``; needed with a
+            table.
         total: for "mean", the number of keys that take part, ``[1 or B, 1, 1, 1]``; None: "sum".
-        feature_map: for kernelized attention: "elu1", "relu", or "given" if q and k are features
-            already.
+        feature_map: for kernelized attention: "elu1" or "relu". TaylorShift takes "given".
         coefficients: (a, b, c) of TaylorShift; empty: kernelized attention.
 
     Returns:
-        the mean ``[B, h, N, e]``, 0 for a query without weights, with tokens before heads in
-        memory, and the mass ``[B, h, N]``; float32 (float64 for float64 inputs).
+        the mean ``[B, h, N, e]``, 0 for a query whose weights are all 0, in the memory order of
+        ``tokens_first``; and the mass ``[B, h, N]``. Both are float32 (float64 for float64 inputs).
     """
     options = temperature, key_mask, table, counts, total, feature_map, coefficients
     out, mass = _empty_mean(q, k, v)
     with form_ran("taylorshift" if coefficients else "kernelized", "direct"):
         for b in _images(q, k):
-            part = _Part(b, q[b], k[b], v[b], *options)
-            values = out.new_empty(*part.tensors[0].shape[:2], v.shape[3])
+            chunk = _Chunk(b, q[b], k[b], v[b], *options)
+            values = out.new_empty(*chunk.tensors[0].shape[:2], v.shape[3])
             masses = mass[b].flatten(0, 1)
-            for g, t in part.blocks():
-                weights = part.weights(g, t)[0]
-                torch.bmm(weights, part.tensors[2][g], out=values[g, t])
+            for g, t in chunk.blocks():
+                weights = chunk.weights(g, t)[0]
+                torch.bmm(weights, chunk.tensors[2][g], out=values[g, t])
                 torch.sum(weights, 2, out=masses[g, t])
             torch.div(values.view(out[b].shape), divisor_of(mass[b]), out=out[b])
     return out, mass
@@ -164,22 +165,24 @@ def pair_mean_backward(
     feature_map: str,
     coefficients: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``pair_mean`` with respect to q, k, v, in their dtypes, temperature
-    and table (empty if None).
+    """Return the gradients of ``pair_mean`` with respect to q, k and v, in their dtypes, and to
+    temperature and table (empty if None).
     """
     dq, dk, dv = (mass.new_zeros(x.shape) for x in (q, k, v))
-    learned = [mass.new_zeros(0 if x is None else x.shape) for x in (temperature, table)]
+    parameter_grads = [mass.new_zeros(0 if x is None else x.shape) for x in (temperature, table)]
     options = temperature, key_mask, table, counts, total, feature_map, coefficients
     for b in _images(q, k):
-        part = _Part(b, q[b], k[b], v[b], *options)
+        chunk = _Chunk(b, q[b], k[b], v[b], *options)
         d_values, d_mass = weighted_mean_gradients(grad[b], out[b], mass[b])
-        sums = d_values.flatten(0, 1), d_mass.flatten(0, 1).unsqueeze(2)
-        of_heads = part.backward(*sums, *(x[b].flatten(0, 1) for x in (dq, dk, dv)))
-        for x, more in zip(learned, of_heads, strict=True):
-            if more is not None:
-                add_of_heads(x, more, slice(0, q.shape[1]))
-    d_temperature = learned[0] if temperature is None else learned[0].to(temperature.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_temperature, learned[1]
+        upstream = d_values.flatten(0, 1), d_mass.flatten(0, 1).unsqueeze(2)
+        head_grads = chunk.backward(*upstream, *(x[b].flatten(0, 1) for x in (dq, dk, dv)))
+        for x, head_grad in zip(parameter_grads, head_grads, strict=True):
+            if head_grad is not None:
+                add_of_heads(x, head_grad, slice(0, q.shape[1]))
+    d_temperature = (
+        parameter_grads[0] if temperature is None else parameter_grads[0].to(temperature.dtype)
+    )
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_temperature, parameter_grads[1]
 
 
 differentiate(
@@ -187,12 +190,12 @@ differentiate(
 )
 
 
-class _Side:
-    """Queries or keys ``x [g, n, d]`` in the form that scores need, ``rows``, and the backward
-    step.
+class _Mapped:
+    """Queries or keys ``x [g, n, d]``, mapped to the ``rows`` that enter the scores, with the
+    backward step of the map.
 
-    TaylorShift (``feature_map`` "given") multiplies them by a ``length [g, 1, 1]``, after scaling
-    to unit length if ``normalised``. Rows in ``absent [g, n, 1]`` are 0.
+    TaylorShift (``feature_map`` "given") scales x to unit length if ``normalised``, and then
+    multiplies it by ``length [g, 1, 1]``. Rows in ``absent [g, n, 1]`` are 0.
     """
 
     def __init__(self, x: Tensor, feature_map: str, normalised: bool, length, absent):
@@ -200,7 +203,7 @@ class _Side:
         self.x = x if absent is None else x.masked_fill(absent, 0)
         if normalised:
             squares = self.x.square().sum(2, keepdim=True)
-            self.free = squares > EPS * EPS
+            self.has_free_length = squares > EPS * EPS
             self.inverse = squares.clamp_(min=EPS * EPS).rsqrt_()
             self.rows = self.x * (self.inverse * length)
         elif feature_map == "given":
@@ -209,8 +212,9 @@ class _Side:
             self.rows = _elu1(self.x) if feature_map == "elu1" else self.x.clamp(min=0)
 
     def backward(self, grad: Tensor) -> Tensor | None:
-        """Turn the gradient of ``rows`` into the gradient of ``x``, in place; return the gradient
-        of the length, ``[g]``.
+        """Turn the gradient of ``rows`` into the gradient of ``x``, in place.
+
+        Return the gradient of the length, ``[g]``, or None if x is not normalized.
         """
         d_length = None
         if self.feature_map == "elu1":
@@ -223,7 +227,7 @@ class _Side:
             unit = self.x * self.inverse
             along = (grad * unit).sum(2, keepdim=True)
             d_length = along.sum((1, 2))
-            grad.addcmul_(unit, along.mul_(self.free), value=-1)
+            grad.addcmul_(unit, along.mul_(self.has_free_length), value=-1)
             grad.mul_(self.inverse * self.length)
         if self.absent is not None:
             grad.masked_fill_(self.absent, 0)
@@ -235,12 +239,12 @@ def _elu1(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp_().add_(x.clamp(min=0))
 
 
-class _Part:
-    """One piece of the batch: q, k and v of the images ``b``, prepared for the blocks.
+class _Chunk:
+    """The operands of the images ``b``, prepared for the blocks.
 
-    With ``g = images * heads`` it holds rows of queries ``[g, N, d]``, rows of keys ``[g, M, d]``,
-    values ``[g, M, e]`` and, with a table, the weights of the classes for each query
-    ``[g, N, C + 1]``. The last class is for pairs with a prefix token.
+    ``tensors`` are, with ``g = images * heads``: rows of the queries ``[g, N, d]``, rows of the
+    keys ``[g, M, d]``, values ``[g, M, e]`` and, with a table, the weight of each class for each
+    query ``[g, N, C + 1]``. The last class is for pairs with a prefix token.
 
     TaylorShift's weight is a completed square, ``(sqrt(a) x + b / (2 sqrt(a)))^2 + rest``.
     """
@@ -253,7 +257,7 @@ class _Part:
         self.absent, self.square, self.shift, self.rest = None, len(coefficients) > 0, 0.0, 0.0
         self.buffers = {}
 
-        def of_each_head(x: Tensor) -> Tensor:
+        def per_head(x: Tensor) -> Tensor:
             return x.to(dtype).expand(images, heads, *x.shape[1:]).flatten(0, 1)
 
         length = 1.0
@@ -263,20 +267,20 @@ class _Part:
             self.shift, feature_map = second / (2 * length), "given"
             self.rest = third - second * second / (4 * first)
         if temperature is not None:
-            length = of_each_head(temperature[:, None, None]) * length
+            length = per_head(temperature[:, None, None]) * length
         absent = None
         if key_mask is not None:
             absent = (~key_mask[b]).repeat_interleave(heads, 0).unsqueeze(2)
             value, self.absent = value.masked_fill(absent, 0), absent.mT
-        self.q = _Side(query, feature_map, temperature is not None, length, None)
-        self.k = _Side(key, feature_map, temperature is not None, 1.0, absent)
+        self.q = _Mapped(query, feature_map, temperature is not None, length, None)
+        self.k = _Mapped(key, feature_map, temperature is not None, 1.0, absent)
         if block_size(query.shape[1], key.shape[1])[0] < query.shape[1]:
             value = value.contiguous()  # every block reads all values
         self.tensors = [self.q.rows, self.k.rows, value]
         if table is None:
             return
         self.features = self.q.rows if feature_map == "elu1" else _elu1(query)
-        self.table = F.pad(of_each_head(table).flatten(1, 2), (0, 0, 0, 1))
+        self.table = F.pad(per_head(table).flatten(1, 2), (0, 0, 0, 1))
         self.where = tuple(counts.shape[1:3]), (table.shape[1] // 2, table.shape[2] // 2)
         self.prefix, self.scale = query.shape[1] - counts.shape[1] * counts.shape[2], None
         classes = torch.bmm(self.features, self.table.mT)
@@ -287,21 +291,22 @@ class _Part:
         self.tensors.append(classes.add_(self.rest) if self.rest else classes)
 
     def blocks(self) -> list[tuple[slice, slice]]:
-        """Return the heads and queries of each block."""
+        """Return the heads and the queries of each block, as pairs of slices."""
         query, key = self.tensors[:2]
         queries, heads = block_size(query.shape[1], key.shape[1])
-        of_queries = chunks(query.shape[1], queries)
-        return in_turn([(g, t) for t in of_queries for g in chunks(len(query), heads)])
+        query_slices = chunks(query.shape[1], queries)
+        return in_turn([(g, t) for t in query_slices for g in chunks(len(query), heads)])
 
     def weights(self, g: slice, t: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the weights ``[g, T, M]`` of a block, and the scores that were squared.
+        """Return the weights ``[g, T, M]`` of a block, and TaylorShift's scores before squaring
+        (else None).
 
-        Both are valid until the next block.
+        Both are valid until the next call.
         """
         query, key, *classes = self.tensors[0][g, t], self.tensors[1][g], *self.tensors[3:]
         shape, scores = (*query.shape[:2], key.shape[1]), None
         weights = self._memory("weights", shape)
-        # First the weights of classes, then the content added to them.
+        # Write the weights of relative position first, then add the weights of the content.
         if classes:
             torch.gather(classes[0][g, t], 2, self.index(t).expand(shape), out=weights)
         if self.square:
@@ -319,10 +324,12 @@ class _Part:
     def backward(
         self, d_values: Tensor, d_mass: Tensor, d_query: Tensor, d_key: Tensor, d_value: Tensor
     ) -> list[Tensor | None]:
-        """Fill the gradients of q, k and v, which must be 0, from the gradients of both sums.
+        """Write the gradients of q, k and v to ``d_query``, ``d_key`` and ``d_value``, which must
+        start at 0.
 
-        The sums are of values ``[g, N, e]`` and of weights ``[g, N, 1]``. Return the gradients of
-        temperature and table of each head, None for those not given.
+        The upstream gradients are ``d_values [g, N, e]`` of the sums of values and
+        ``d_mass [g, N, 1]`` of the sums of weights. Return the gradients of temperature ``[g]`` and
+        table ``[g, 2Ry+1, 2Rx+1, d]``; None for an input that is None.
         """
         query, key, value = self.tensors[:3]
         d_classes = [x.new_zeros(x.shape) for x in self.tensors[3:]]
@@ -339,7 +346,7 @@ class _Part:
                 d_weights.mul_(scores)
             torch.bmm(d_weights, key[g], out=d_query[g, t])
             d_key[g].baddbmm_(d_weights.mT, query[g, t])
-        if self.square:  # the derivative of a square is twice its root
+        if self.square:  # the factor 2 of the derivative of a square
             d_query.mul_(2), d_key.mul_(2)
         if self.absent is not None:
             d_value.masked_fill_(self.absent.mT, 0)
@@ -354,7 +361,7 @@ class _Part:
         return [d_length, d_table.unflatten(1, (2 * self.where[1][0] + 1, -1))]
 
     def index(self, t: slice) -> Tensor:
-        """Return the class of each pair of some queries, ``[T, M]``."""
+        """Return the class of each pair of the queries ``t`` and all keys, ``[T, M]``."""
         query, make = self.tensors[0], _remembered_classes
         make = _classes if isinstance(query, FakeTensor) else make
         return make(*self.where, self.prefix, t.start, t.stop, query.device)
@@ -377,7 +384,7 @@ def _classes(
 ) -> Tensor:
     """Return the class of each key for the queries ``start .. stop``, ``[T, P + H*W]``.
 
-    Pairs with a prefix token get the number after the last class.
+    Pairs with a prefix token have the number after the last class.
     """
     width, place = max(1, grid[1]), torch.arange(start - prefix, stop - prefix, device=device)
     axes = []
@@ -401,13 +408,13 @@ def block_size(n: int, m: int) -> tuple[int, int]:
 
     A block of one head may have twice ``BLOCK_ELEMENTS``.
     """
-    fewest, most = BLOCK_QUERIES
-    queries = max(1, min(n, most, max(fewest, 2 * BLOCK_ELEMENTS // max(1, m))))
+    least, largest = BLOCK_QUERIES
+    queries = max(1, min(n, largest, max(least, 2 * BLOCK_ELEMENTS // max(1, m))))
     queries = -(-n // -(-n // queries)) if n else 1  # makes the blocks similar in size
     return queries, max(1, BLOCK_ELEMENTS // max(1, queries * m))
 
 
 def _images(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Yield slices of images whose weights make one block; each has at least one image."""
+    """Yield slices of at least one image whose weights fit one block."""
     size = block_size(q.shape[2], k.shape[2])[1] // max(1, q.shape[1])
     yield from in_turn(chunks(q.shape[0], max(1, size)) if q.shape[1] else [])

@@ -1,8 +1,9 @@
-"""Attention weights of chosen queries over all keys; the operations themselves never form them.
+"""Attention weights of chosen queries over all keys.
 
-A row takes time and memory linear in the keys, so a few rows are affordable on images of any size.
-A row holds the weights of the operation with the same name: it sums to 1 over the keys, and the
-mean of the values under it is the operation's output. Rows have no gradient.
+The operations never store these weights. A row of weights takes time and memory linear in the
+number of keys, so a few rows are affordable for images of any size. Each row sums to 1, and the
+mean of the values under it is the output of the operation with the same name. Rows have no
+gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,16 +46,16 @@ class AttentionRows(NamedTuple):
     """Rows of attention weights; float32 (float64 for float64 inputs)."""
 
     content: Tensor
-    """``[B, h, Q, M]``: the share of each key that comes from its content. Under a softmax it is
-    the whole weight, because a bias is not a separate summand.
+    """``[B, h, Q, M]``: the part of each weight from the content. Under a softmax it is the whole
+    weight, because the bias of relative position is not a separate summand.
     """
     relative: Tensor | None
-    """``[B, h, Q, M]``: the share that comes from its place; None without such a summand."""
+    """``[B, h, Q, M]``: the part of each weight from relative position; None without one."""
 
     @property
     def total(self) -> Tensor:
-        """Return the weights ``[B, h, Q, M]``; each row sums to 1, or to 0 if a query has no weight
-        at all.
+        """Return the weights ``[B, h, Q, M]``; each row sums to 1, or to 0 if all weights of the
+        query are 0.
         """
         return self.content if self.relative is None else self.content + self.relative
 
@@ -80,13 +81,13 @@ def taylorshift_rows(
     """
     check_coefficients(coefficients)
     check_temperature(temperature, q)
-    seen = _seen(q, k, rows, relative, key_mask)
-    (a, b, c), queries, keys = coefficients, seen.queries, seen.keys
+    operands = _checked_operands(q, k, rows, relative, key_mask)
+    (a, b, c), queries, keys = coefficients, operands.queries, operands.keys
     if temperature is not None:
         tau = temperature.to(queries.dtype)[:, None, None]
         queries, keys = tau * unit(queries), unit(keys)
     x = queries @ keys.mT
-    return _shares(seen, (a * x + b) * x + c, elu1(seen.queries))
+    return _linear_rows(operands, (a * x + b) * x + c, elu1(operands.queries))
 
 
 @torch.no_grad()
@@ -101,15 +102,15 @@ def kernelized_rows(
     key_mask: Tensor | None = None,
 ) -> AttentionRows:
     """Return rows of ``kernelized_attention``; arguments and errors as for ``taylorshift_rows``."""
-    seen = _seen(q, k, rows, relative, key_mask, causal)
-    feature_map, queries, keys = get_feature_map(feature_map), seen.queries, seen.keys
-    if map_name(feature_map) == "elu1":  # a factor of all features cancels in the weights
+    operands = _checked_operands(q, k, rows, relative, key_mask, causal)
+    feature_map, queries, keys = get_feature_map(feature_map), operands.queries, operands.keys
+    if map_name(feature_map) == "elu1":  # see ``raised``: a common factor of all weights cancels
         queries = raised(queries, (3,))
         if relative is None and not causal:
-            keys = raised(keys, (2, 3), seen.mask)
+            keys = raised(keys, (2, 3), operands.mask)
     phi_q = query_features(feature_map, queries)
-    phi_k = key_features(feature_map, keys, seen.mask, phi_q.shape[3])
-    return _shares(seen, phi_q @ phi_k.mT, elu1(queries))
+    phi_k = key_features(feature_map, keys, operands.mask, phi_q.shape[3])
+    return _linear_rows(operands, phi_q @ phi_k.mT, elu1(queries))
 
 
 @torch.no_grad()
@@ -123,8 +124,8 @@ def softmax_rows(
     key_mask: Tensor | None = None,
 ) -> AttentionRows:
     """Return rows of ``softmax_attention``; arguments and errors as for ``taylorshift_rows``."""
-    seen = _seen(q, k, rows, relative, key_mask, causal, signed=True)
-    return _softmax(seen, seen.visible)
+    operands = _checked_operands(q, k, rows, relative, key_mask, causal, signed=True)
+    return _softmax_rows(operands, operands.visible)
 
 
 @torch.no_grad()
@@ -140,19 +141,20 @@ def window_rows(
     key_mask: Tensor | None = None,
 ) -> AttentionRows:
     """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
-    given = layout if relative is None else relative.layout
-    if given is None:
-        raise ValueError("windows need the places of the tokens; pass layout")
-    check_layout(given, q, k)
+    grid_layout = layout if relative is None else relative.layout
+    if grid_layout is None:
+        raise ValueError("expected layout, or relative with its own, got neither; pass layout")
+    check_layout(grid_layout, q, k)
     if relative is None:
-        key_mask = given.key_mask(key_mask)
-    seen = _seen(q, k, rows, relative, key_mask, signed=True)
-    pairs, _, down, right = _places(given, k, rows)
-    first, same = window_size // 2 if shifted else 0, pairs
-    for places in (down, right):
-        window = (places - first).div(window_size, rounding_mode="floor")
-        same = same & (window[:, rows, None] == window[:, None])
-    return _softmax(seen, seen.visible & (same | ~pairs))  # prefix tokens belong to all windows
+        key_mask = grid_layout.key_mask(key_mask)
+    operands = _checked_operands(q, k, rows, relative, key_mask, signed=True)
+    pairs, _, down, right = _places(grid_layout, k, rows)
+    first, same_window = window_size // 2 if shifted else 0, pairs
+    for positions in (down, right):
+        window = (positions - first).div(window_size, rounding_mode="floor")
+        same_window = same_window & (window[:, rows, None] == window[:, None])
+    # Prefix tokens belong to all windows.
+    return _softmax_rows(operands, operands.visible & (same_window | ~pairs))
 
 
 ROWS: dict[str, Callable[..., AttentionRows]] = {
@@ -164,9 +166,9 @@ ROWS: dict[str, Callable[..., AttentionRows]] = {
 """The function of each attention, by its name in ``attentions.py``."""
 
 
-class _Seen(NamedTuple):
-    """Chosen queries ``[B, h, Q, d]`` and all keys ``[B, h, M, d]`` of one call, with the keys that
-    each query sees, bool ``[B or 1, Q or 1, M]``.
+class _Operands(NamedTuple):
+    """The operands of one call: chosen queries ``[B, h, Q, d]``, all keys ``[B, h, M, d]``, and
+    ``visible``, the keys that each query sees, bool ``[B or 1, Q or 1, M]``.
     """
 
     queries: Tensor
@@ -177,9 +179,9 @@ class _Seen(NamedTuple):
     visible: Tensor
 
 
-def _seen(
+def _checked_operands(
     q: Tensor, k: Tensor, rows: Tensor, relative, key_mask, causal=False, *, signed=False
-) -> _Seen:
+) -> _Operands:
     check_attention(q, k, k, key_mask, relative, signed=signed)
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
         raise ValueError(f"rows: expected int64 [Q], indices of queries, got {described(rows)}")
@@ -193,18 +195,18 @@ def _seen(
     visible = (keys >= 0)[None, None] if mask is None else mask[:, None]
     if causal:
         visible = visible & (keys <= rows[:, None])
-    operands = q[:, :, rows].to(dtype), masked(k, mask).to(dtype)
-    return _Seen(*operands, rows, relative, mask, visible)
+    selected = q[:, :, rows].to(dtype), masked(k, mask).to(dtype)
+    return _Operands(*selected, rows, relative, mask, visible)
 
 
 def _places(
     layout: TokenLayout | None, k: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the pairs of query and key that are both patches, bool ``[1, Q, M]``, and three places
-    of each token.
+    """Return which pairs of query and key are both patches, bool ``[1, Q, M]``, and the positions
+    of the tokens.
 
-    The places are along the sequence, down, and to the right, each ``[B or 1, M]``. Places of
-    prefix tokens are arbitrary.
+    The positions are the index on the grid, the row and the column, each ``[B or 1, M]``. They are
+    arbitrary for prefix tokens.
     """
     tokens, prefix, width, index = torch.arange(k.shape[2], device=k.device), 0, k.shape[2], None
     if layout is not None:
@@ -215,53 +217,54 @@ def _places(
     return pairs, index, index.div(width, rounding_mode="floor"), index % width
 
 
-def _scores(seen: _Seen, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each table ``features . table_c`` of each pair's class c, and the number of visible
-    pairs of that class.
+def _scores(operands: _Operands, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each table the scores of all pairs, and the number of keys in each pair's class.
 
-    The scores are ``[B, h, Q, M]``, 0 for pairs that are not two patches. The numbers are
-    ``[B or 1, 1, Q, M]``, at least 1.
+    The score of a pair of class c is ``features . table_c``, ``[B, h, Q, M]``; it is 0 unless both
+    tokens are patches. The numbers of visible keys are ``[B or 1, 1, Q, M]``, at least 1.
     """
-    pairs, *places = _places(seen.relative.layout, seen.keys, seen.rows)
-    tables = tables_of(seen.relative).values()
-    ways = [places[:1]] if isinstance(seen.relative, Flat) else [places[1:]]
-    if isinstance(seen.relative, Axial):
-        ways = [places[1:2], places[2:]]
-    for table, axes in zip(tables, ways, strict=True):
+    pairs, *positions = _places(operands.relative.layout, operands.keys, operands.rows)
+    tables = tables_of(operands.relative).values()
+    axes_of_tables = [positions[:1]] if isinstance(operands.relative, Flat) else [positions[1:]]
+    if isinstance(operands.relative, Axial):
+        axes_of_tables = [positions[1:2], positions[2:]]
+    for table, table_axes in zip(tables, axes_of_tables, strict=True):
         classes = torch.zeros_like(pairs, dtype=torch.int64)
-        for axis, size in zip(axes, table.shape[1:-1], strict=True):
-            offset = axis[:, None] - axis[:, seen.rows, None]
+        for axis, size in zip(table_axes, table.shape[1:-1], strict=True):
+            offset = axis[:, None] - axis[:, operands.rows, None]
             classes = classes * size + offset.clamp(-(size // 2), size // 2) + size // 2
         table = table.flatten(1, -2).to(features.dtype)
-        own, seen_pairs = torch.broadcast_tensors(classes, pairs & seen.visible)
-        counts = own.new_zeros(*own.shape[:2], table.shape[1])
-        counts = counts.scatter_add_(2, own, seen_pairs.long()).gather(2, own).clamp(min=1)
+        index, visible_pairs = torch.broadcast_tensors(classes, pairs & operands.visible)
+        counts = index.new_zeros(*index.shape[:2], table.shape[1])
+        counts = counts.scatter_add_(2, index, visible_pairs.long()).gather(2, index).clamp(min=1)
         scores = features @ table.mT
         scores = scores.gather(3, classes[:, None].expand(*scores.shape[:2], -1, -1))
         yield scores.masked_fill(~pairs[:, None], 0), counts[:, None]
 
 
-def _shares(seen: _Seen, content: Tensor, features: Tensor) -> AttentionRows:
-    """Return the rows from the content weights ``[B, h, Q, M]`` and ``elu1`` of the queries."""
-    hidden = ~seen.visible[:, None]
+def _linear_rows(operands: _Operands, content: Tensor, features: Tensor) -> AttentionRows:
+    """Return the rows for content weights ``[B, h, Q, M]``; ``features`` are ``elu1`` of the
+    queries.
+    """
+    hidden = ~operands.visible[:, None]
     content = content.masked_fill(hidden, 0)
-    if seen.relative is None:
+    if operands.relative is None:
         return AttentionRows(content / divisor_of(content.sum(-1)), None)
-    mean, of_places = seen.relative.normalization == "mean", torch.zeros_like(content)
+    mean, relative = operands.relative.normalization == "mean", torch.zeros_like(content)
     if mean:
-        content = content / seen.visible.sum(-1).clamp(min=1)[:, None, :, None]
-    for scores, counts in _scores(seen, features):
-        of_places += (scores / counts if mean else scores).masked_fill(hidden, 0)
-    mass = divisor_of(content.sum(-1) + of_places.sum(-1))
-    return AttentionRows(content / mass, of_places / mass)
+        content = content / operands.visible.sum(-1).clamp(min=1)[:, None, :, None]
+    for scores, counts in _scores(operands, features):
+        relative += (scores / counts if mean else scores).masked_fill(hidden, 0)
+    mass = divisor_of(content.sum(-1) + relative.sum(-1))
+    return AttentionRows(content / mass, relative / mass)
 
 
-def _softmax(seen: _Seen, visible: Tensor) -> AttentionRows:
+def _softmax_rows(operands: _Operands, visible: Tensor) -> AttentionRows:
     """Return the rows of a softmax over the keys that are ``visible [B or 1, Q or 1, M]``."""
-    scores = seen.queries @ seen.keys.mT
-    if seen.relative is not None:
-        scores = scores + sum(bias for bias, _ in _scores(seen, seen.queries))
-    scores = scores * seen.queries.shape[3] ** -0.5
+    scores = operands.queries @ operands.keys.mT
+    if operands.relative is not None:
+        scores = scores + sum(bias for bias, _ in _scores(operands, operands.queries))
+    scores = scores * operands.queries.shape[3] ** -0.5
     empty = ~visible.any(-1, keepdim=True)[:, None]
     scores = scores.masked_fill(~visible[:, None], float("-inf")).masked_fill(empty, 0)
     return AttentionRows(scores.softmax(-1).masked_fill(empty, 0), None)

@@ -1,7 +1,8 @@
-"""The pair of sums that each term of an attention returns, and helpers that all terms share.
+"""The pair of sums that each term of an attention returns, with the helpers of all terms.
 
-Terms add, and one division at the end gives the output. The module also drops rows of values, fixes
-the dtype of sums, and has products that ignore autocast.
+A term is the content or the relative position. The sums of all terms are added, and one division at
+the end gives the output. The module also has attention dropout, the dtypes of sums and products,
+and a matrix product that ignores autocast.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Sums:
 
     Args:
         values: ``sum_j w_ij v_j``, ``[B, h, N, e]``, float32 (float64 for float64 inputs), or
-            rounded to bfloat16 if products are.
+            bfloat16 if products are in bfloat16.
         mass: ``sum_j w_ij``, ``[B, h, N]``, float32 (float64 for float64 inputs).
     """
 
@@ -35,14 +36,15 @@ class Sums:
         return Sums(self.values + other.values, self.mass + other.mass)
 
     def divide(self) -> Tensor:
-        """Return the weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose
-        weights are all 0.
+        """Return the weighted mean ``[B, h, N, e]``.
+
+        It is 0, with zero gradient, for a query whose weights are all 0.
         """
         return weighted_mean(self.values, self.mass)[0]
 
     def divide_with(self, more: "Sums", skip: int) -> Tensor:
-        """Return the weighted mean under these weights and ``more``, which starts at token
-        ``skip``.
+        """Return the weighted mean under these weights and the weights of ``more``, which holds
+        sums for the tokens from ``skip`` on.
         """
         return weighted_mean(self.values, self.mass, more.values, more.mass, skip)[0]
 
@@ -51,9 +53,9 @@ def drop_values(v: Tensor, value_drop: float, generator: torch.Generator | None 
     """Drop each row of ``v [B, h, M, e]`` with probability ``value_drop`` and scale the others by
     ``1 / (1 - value_drop)``.
 
-    This is attention dropout, with the same meaning in every form: single weights cannot be dropped
-    in linear time. A dropped row adds nothing to the sums of values. Mass and counts are unchanged,
-    so the expected output is the output without dropout.
+    This replaces the dropout of single weights, which linear time does not allow, and means the
+    same in every form of attention. A dropped row adds nothing to the sums of values. Mass and
+    counts are unchanged, so the expected output is the output without dropout.
     """
     if value_drop == 0:
         return v
@@ -73,11 +75,11 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def counting_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tokens are counted: float64 for floats while ``torch.export``
-    traces.
+    """Return the dtype for counts of tokens: float64 while ``torch.export`` traces, if ``dtype`` is
+    floating point; else ``dtype``.
 
-    Tools that convert an exported program to float16 leave float64 unchanged, and float16 holds no
-    number above 65,504.
+    Tools that convert an exported program to float16 leave float64 unchanged, and counts above
+    65,504 overflow float16.
     """
     exporting = dtype.is_floating_point and torch.compiler.is_exporting()
     return torch.float64 if exporting else dtype
@@ -94,8 +96,8 @@ def has_bfloat16_products() -> bool:
 def product_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype of the operands of matrix products inside an operator.
 
-    It is bfloat16 if all tensors are bfloat16 on a CPU that multiplies it, else the dtype of the
-    sums.
+    It is bfloat16 if all tensors are bfloat16 on a CPU with fast bfloat16 products, else the dtype
+    of the sums.
     """
     if all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors):
         return torch.bfloat16 if has_bfloat16_products() else torch.float32
@@ -103,8 +105,9 @@ def product_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def add_product(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Add ``x y`` to ``out [g, n, m]`` in place. The product of bfloat16 operands is rounded once,
-    then added in the dtype of ``out``.
+    """Add ``x y`` to ``out [g, n, m]`` in place.
+
+    The product of bfloat16 operands is rounded to bfloat16, then added in the dtype of ``out``.
     """
     return out.baddbmm_(x, y) if x.dtype == out.dtype else out.add_(torch.bmm(x, y))
 
@@ -124,11 +127,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     flops=lambda x, y: 2 * prod(x) * y[-1],
 )
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """Return ``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype
-    in both directions.
+    """Return ``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype,
+    forward and backward.
 
-    With a plain product, disabling autocast affects only the forward pass: its gradient would still
-    follow autocast.
+    Disabling autocast around ``torch.matmul`` affects the forward pass only; its gradient would
+    still use autocast.
     """
     with without_autocast(x):
         return torch.matmul(x, y)
@@ -156,15 +159,13 @@ def weighted_mean(
     more_mass: Tensor | None = None,
     skip: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean ``[B, h, N, e]`` under all weights, 0 for no weight, and their sum
-    ``[B, h, N]``.
+    """Return the weighted mean ``[B, h, N, e]`` and the sum of all weights ``[B, h, N]``.
+
+    The mean is 0 where the sum is 0. Autograd saves only the two results.
 
     Args:
         values, mass: sums of one term, ``[B, h, N, e]`` and ``[B, h, N]``.
         more_values, more_mass: sums of another term, for the tokens from ``skip`` on.
-
-    Only the two results are saved for the gradient. In memory the mean has tokens before heads, as
-    the projection of all heads together wants it.
     """
     out, total = tokens_first(mass, *values.shape), mass.clone()
     if more_mass is not None:
@@ -176,10 +177,10 @@ def weighted_mean(
             if more_values is None:
                 torch.div(values[b, :, t], divisor[b, :, t], out=out[b, :, t])
                 continue
-            both = slice(max(t.start, skip), t.stop)
-            out[b, :, t.start : both.start] = values[b, :, t.start : both.start]
-            more = more_values[b, :, both.start - skip : max(t.stop - skip, 0)]
-            torch.add(values[b, :, both], more, out=out[b, :, both])
+            common = slice(max(t.start, skip), t.stop)
+            out[b, :, t.start : common.start] = values[b, :, t.start : common.start]
+            more = more_values[b, :, common.start - skip : max(t.stop - skip, 0)]
+            torch.add(values[b, :, common], more, out=out[b, :, common])
             out[b, :, t].div_(divisor[b, :, t])
     return out, total
 
@@ -187,8 +188,9 @@ def weighted_mean(
 def tokens_first(
     like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return uninitialized memory ``[B, h, N, e]`` stored as ``[B, N, h, e]``, as the projection of
-    all heads together wants it.
+    """Return uninitialized memory ``[B, h, N, e]`` stored as ``[B, N, h, e]``.
+
+    In this order the output projection can flatten heads and width without a copy.
     """
     return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
@@ -206,8 +208,8 @@ def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Ten
 
 
 def weighted_mean_gradients(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``g = grad / mass`` for the sums of values, 0 without mass, and ``-<g, out>`` for the
-    mass.
+    """Return the gradient of the sums of values, ``g = grad / mass`` (0 where the mass is 0), and
+    the gradient of the mass, ``-<g, out>``.
     """
     d_values = torch.div(grad, divisor_of(mass), out=out.new_empty(out.shape)).masked_fill_(
         (mass == 0).unsqueeze(-1), 0

@@ -1,9 +1,8 @@
 """The table of all attentions, their forms and their capabilities.
 
-Each attention is a function ``<name>_attention`` of ``visionattn.ops``
-(``visionattn.ops.OPERATIONS`` maps names to functions), with a definition of the same name in
-``reference.py``. The table holds plain values and imports no operation, so that operations can read
-it too.
+Each attention is a function ``<name>_attention`` of ``visionattn.ops``, with a definition of the
+same name in ``reference.py``. ``visionattn.ops.OPERATIONS`` maps names to functions. The table
+imports no operation, so that operations can read it too.
 """
 
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ class AttentionKind:
 
     name: str
     forms: tuple[str, ...] = FORMS
-    """Forms that ``form`` chooses from; empty if there is only one."""
+    """The forms that the argument ``form`` accepts besides "auto"; empty if there is only one."""
     causal: bool = True
     """Whether it accepts ``causal``."""
     why_not_causal: str = ""
-    """The reason if it does not."""
+    """The reason if it does not accept ``causal``."""
     temperature: bool = False
     """Whether it accepts a learned ``temperature`` per head."""
     feature_map: bool = False
@@ -38,14 +37,14 @@ class AttentionKind:
     states: bool = True
     """Whether ``summarize`` reduces its keys and values to a state."""
     impl: bool = True
-    """Whether it accepts ``impl``, because it has GPU kernels."""
+    """Whether it has GPU kernels, and so accepts ``impl``."""
     signed: bool = False
-    """Whether relative tables may have entries of any sign, as softmax allows. ``normalization``
+    """Whether entries of relative tables may have any sign, as under a softmax. ``normalization``
     does not apply then.
     """
     windows: bool = False
-    """Whether it attends in windows of a grid: it takes ``window_size`` and ``shifted``, and needs
-    a ``layout`` even without relative position.
+    """Whether it attends within windows of the grid. Such an attention takes ``window_size`` and
+    ``shifted``, and needs a ``layout`` even without relative position.
     """
 
 
@@ -55,8 +54,8 @@ ATTENTIONS: dict[str, AttentionKind] = {
         AttentionKind(
             "taylorshift",
             causal=False,
-            why_not_causal="its linear form multiplies each query with one sum over all keys, of d "
-            "(d + 1) / 2 x e numbers; sums up to each token are not built",
+            why_not_causal="its linear form sums d (d + 1) / 2 x e numbers over all keys, and sums "
+            "up to each token are not implemented",
             temperature=True,
         ),
         AttentionKind("kernelized", feature_map=True),
@@ -65,7 +64,7 @@ ATTENTIONS: dict[str, AttentionKind] = {
             "window",
             forms=(),
             causal=False,
-            why_not_causal="tokens of a window follow the grid, not an order",
+            why_not_causal="tokens of a window are adjacent on the grid, not in the sequence",
             states=False,
             impl=False,
             signed=True,

@@ -1,5 +1,5 @@
-"""Argument checks of every attention. Each failure is one ValueError with the expected and
-the given value.
+"""Argument checks of every attention. Each raises one ValueError with the expected and the given
+value.
 """
 
 import torch
@@ -12,8 +12,8 @@ from visionattn.ops.position.relative_position import Flat, Joint, RelativePosit
 
 
 def refuse_tracing() -> None:
-    """Raise ValueError under ``torch.jit.trace``, which would freeze sizes and the choices based on
-    them.
+    """Raise ValueError under ``torch.jit.trace``, which would fix all sizes and every choice that
+    depends on them.
     """
     if torch.jit.is_tracing():
         raise ValueError(
@@ -28,14 +28,16 @@ def check_form(form: str) -> None:
         raise ValueError(f"form {form!r}: expected one of {', '.join(FORM_CHOICES)}")
 
 
-def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
-    """Raise ValueError if a tensor is on another device than the tensor named ``wanted``."""
+def check_device(name: str, x: Tensor, device: torch.device, reference: str = "q") -> None:
+    """Raise ValueError if a tensor is on another device than the tensor named ``reference``."""
     if x.device != device:
-        raise ValueError(f"{wanted} is on {device}, {name} on {x.device}; move them to one device")
+        raise ValueError(
+            f"{reference} is on {device}, {name} on {x.device}; move them to one device"
+        )
 
 
 def described(x: object) -> str:
-    """Describe the dtype and shape of a tensor, or any other object in its place."""
+    """Return the dtype and shape of a tensor as text; for another object its type and value."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return f"{type(x).__name__} {' '.join(repr(x).split())[:60]}"
@@ -53,7 +55,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     """Check shapes, dtypes and devices of ``q [B, h, N, d]``, ``k [B, h, M, d]``,
     ``v [B, h, M, e]`` and ``key_mask [B, M]``.
 
-    With q None, check the others only.
+    If q is None, check the other tensors only.
     """
     refuse_tracing()
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
@@ -77,9 +79,9 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     check_key_mask(key_mask, k, first)
 
 
-def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys") -> None:
+def check_key_mask(key_mask: Tensor | None, k: Tensor, reference: str = "the keys") -> None:
     """Check that a mask is bool ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor
-    named ``wanted``.
+    named ``reference``.
     """
     if key_mask is None:
         return
@@ -91,12 +93,12 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys")
         raise ValueError(
             f"key_mask: expected bool [{k.shape[0]}, {k.shape[2]}], got {described(key_mask)}"
         )
-    check_device("key_mask", key_mask, k.device, wanted)
+    check_device("key_mask", key_mask, k.device, reference)
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
-    """Check that ``0 <= value_drop < 1``, and that a generator is torch's and has something to
-    draw.
+    """Check that ``0 <= value_drop < 1``, and that a generator is torch's and ``value_drop`` uses
+    it.
     """
     if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
         raise ValueError(f"value_drop: expected a probability in [0, 1), got {value_drop!r}")
@@ -148,7 +150,7 @@ def check_coefficients(coefficients: tuple[float, float, float]) -> None:
 
 
 def check_temperature(temperature: Tensor | None, x: Tensor, name: str = "q") -> None:
-    """Check that the temperature is a floating point tensor ``[h]``: one number per head of
+    """Check that the temperature is a floating point tensor ``[h]`` on the device of
     ``x [B, h, tokens, d]``, the tensor called ``name``.
     """
     if temperature is None:
@@ -183,11 +185,10 @@ def check_attention(
 def check_relative(
     relative: RelativePosition, q: Tensor, k: Tensor, *, signed: bool = False
 ) -> None:
-    """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``, or raise
-    ValueError.
+    """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``.
 
-    Entries of unsigned tables must be 0 or more and not NaN. They are checked only if reading them
-    is cheap (``is_readable``).
+    Unless ``signed``, entries of tables must be 0 or more and not NaN; this is checked only if
+    reading them is cheap (``is_readable``).
     """
     if not isinstance(relative, RelativePosition):
         raise ValueError(f"relative: expected Flat, Axial or Joint, got {type(relative).__name__}")
@@ -227,8 +228,8 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
 
 
 def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
-    """Check that a layout has the number of tokens of ``q [B, h, N, d]`` and ``k [B, h, M, d]``,
-    and that its tensors fit their images, ranges and device.
+    """Check that a layout has as many tokens as ``q [B, h, N, d]`` and ``k [B, h, M, d]``, and that
+    its tensors have the right shape, dtype, range and device.
     """
     if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
         raise ValueError(
@@ -255,8 +256,8 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
                 f"{kept.max().item()}"
             )
         if is_readable(kept):
-            there = kept.new_zeros(len(kept), patches, dtype=torch.bool).scatter_(1, kept, True)
-            if int(there.sum()) < kept.numel():
+            occurs = kept.new_zeros(len(kept), patches, dtype=torch.bool).scatter_(1, kept, True)
+            if int(occurs.sum()) < kept.numel():
                 raise ValueError("layout.kept: expected each patch once, got one twice in an image")
     _check_present(layout, q)
     tokens = layout.num_tokens
@@ -267,31 +268,31 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
 
 
 def _check_present(layout: TokenLayout, q: Tensor) -> None:
-    present, wanted = layout.present, (q.shape[0], layout.grid.num_patches)
+    present, shape = layout.present, (q.shape[0], layout.grid.num_patches)
     if present is None:
         return
     if (
         not isinstance(present, Tensor)
         or present.dtype != torch.bool
-        or tuple(present.shape) != wanted
+        or tuple(present.shape) != shape
     ):
         raise ValueError(
-            f"layout.present: expected bool {list(wanted)}, a row for each image and a column for "
-            f"each place of the grid, got {described(present)}"
+            f"layout.present: expected bool {list(shape)}, a row for each image and a column for "
+            f"each grid position, got {described(present)}"
         )
     check_device("layout.present", present, q.device)
 
 
 def _check_counts(relative: Joint, q: Tensor) -> None:
     counts, grid = relative.layout.counts, relative.layout.grid
-    wanted = grid.height, grid.width, relative.table.shape[1] * relative.table.shape[2]
+    expected = grid.height, grid.width, relative.table.shape[1] * relative.table.shape[2]
     if (
         not isinstance(counts, Tensor)
         or counts.ndim != 4
         or counts.shape[0] not in (1, q.shape[0])
-        or counts.shape[1:] != wanted
+        or counts.shape[1:] != expected
     ):
-        shape = ", ".join(map(str, ("1 or B", *wanted)))
+        shape = ", ".join(map(str, ("1 or B", *expected)))
         raise ValueError(
             f"layout.counts: expected [{shape}] for this grid and table, got {described(counts)}; "
             f"see count_classes"

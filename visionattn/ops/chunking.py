@@ -1,4 +1,8 @@
-"""Splitting of tensors ``[B, h, ...]`` into pieces that stay in cache."""
+"""Chunks of tensors ``[B, h, ...]`` that stay in cache.
+
+A chunk is a pair of slices (images, heads). Its part of a tensor is ``[g, ...]`` with
+``g = images * heads``.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +18,9 @@ _FEW: ContextVar[bool] = ContextVar("few", default=False)
 
 @contextmanager
 def only_few() -> Iterator[None]:
-    """Let loops over ``in_turn`` process only a few pieces, for measuring memory without reading
-    results.
+    """Let loops over ``in_turn`` skip most pieces: a fast way to measure peak memory.
+
+    Results computed within this context are incomplete.
     """
     before = _FEW.set(True)
     try:
@@ -25,10 +30,11 @@ def only_few() -> Iterator[None]:
 
 
 def in_turn(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces that a loop processes, where each piece writes into existing memory.
+    """Return the pieces that a loop shall process: all of them, or a few within ``only_few``.
 
-    Normally all pieces. Within ``only_few``, only as many as reach the same peak memory: the second
-    piece is made while the result of the first is still held, and the last may be smaller.
+    The first two and the last piece reach the peak memory of all: the second is computed while the
+    results of the first still exist, and the last may have another size. Each piece must write its
+    result into existing memory.
     """
     return pieces[:2] + pieces[2:][-1:] if _FEW.get() else pieces
 
@@ -39,7 +45,7 @@ def chunks(length: int, size: int) -> list[slice]:
 
 
 def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
-    """Return pairs of slices (images, heads) of about ``size`` heads: heads of one image, or whole
+    """Return chunks of about ``size`` heads: some heads of one image, or all heads of some
     images.
     """
     if not heads:
@@ -50,21 +56,22 @@ def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
 
 
 def part_of(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """Return the part ``[g, ...]`` of ``x [B, h, ...]``: a view if it is one image or contiguous
-    memory, else a copy.
+    """Return the chunk's part ``[g, ...]`` of ``x [B, h, ...]``.
+
+    It is a view for a chunk of one image or for contiguous memory, else a copy.
     """
     return x[chunk].flatten(0, 1)
 
 
 def part_of_shared(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """Return the chunk's part ``[1 or g, ...]`` of a shared tensor ``[1 or B, ...]``."""
+    """Return the chunk's part ``[1 or g, ...]`` of ``x [1 or B, ...]``, which all heads share."""
     images, heads = chunk
     return x if x.shape[0] == 1 else x[images].repeat_interleave(heads.stop - heads.start, 0)
 
 
 def add_of_heads(total: Tensor, part: Tensor, heads: slice) -> None:
-    """Add ``part [g, ...]`` of some images and heads to ``total [h or 1, ...]``, which all images
-    share (with 1, all heads too).
+    """Add ``part [g, ...]`` of some images and the given heads to ``total [h or 1, ...]``, the sum
+    over all images (with 1, over all heads too).
     """
     part = part.unflatten(0, (-1, heads.stop - heads.start)).sum(0)
     if total.shape[0] == 1:

@@ -14,11 +14,11 @@ LOW = -10.0
 
 
 class FeatureMap(Protocol):
-    """A pair of non-negative maps over the last axis of ``[B, h, N, d]`` tensors, both to the same
-    width f.
+    """A map of queries and a map of keys from width d to the same width f, both non-negative.
 
-    A map whose keys depend on each other declares ``per_token = False``. Its ``key`` then takes the
-    key mask ``[B, M]`` or None as a second argument. Such a map has no states and cannot be causal.
+    If the features of a key depend on other keys, the map declares ``per_token = False``. Its
+    ``key`` then takes the key mask ``[B, M]`` or None as a second argument. Such a map has no
+    states and cannot be causal.
     """
 
     def query(self, x: Tensor) -> Tensor:
@@ -31,15 +31,15 @@ class FeatureMap(Protocol):
 def elu1(x: Tensor) -> Tensor:
     """Return ``elu(x) + 1``, positive everywhere. Source: Katharopoulos et al. 2020, eq. 7.
 
-    Computed as ``exp(min(x, 0)) + max(x, 0)``: adding 1 to ``elu`` would round to zero below -17 in
-    float32.
+    It is computed as ``exp(min(x, 0)) + max(x, 0)``: in float32, adding 1 to ``elu`` would give 0
+    below -17.
     """
     return x.clamp(max=0).exp() + x.relu()
 
 
 def is_tiny(mass: Tensor) -> bool:
-    """Return whether any sum of weights is near the smallest number of its dtype; False if
-    unreadable.
+    """Return whether any sum of weights is near the smallest number of its dtype; False if the
+    entries may not be read.
     """
     least = 1e10 * torch.finfo(mass.dtype).tiny
     return may_be_read(mass) and mass.numel() > 0 and bool(mass.detach().amin() < least)
@@ -48,13 +48,14 @@ def is_tiny(mass: Tensor) -> bool:
 def raised(x: Tensor, dims: tuple[int, ...], key_mask: Tensor | None = None) -> Tensor:
     """Subtract from ``x [B, h, N, d]`` the largest entry along ``dims`` if it is below ``LOW``.
 
-    Without this all features of ``elu1`` would underflow. All entries are negative there, so
-    ``elu1`` of the result is ``elu1(x)`` times one number. For a query (``dims`` (3,)) this number
-    is a common factor of all its weights, and for all keys of a head (``dims`` (2, 3)) of all
-    weights: the division cancels it. If entries may not be read, x is returned unchanged.
+    This keeps the features of ``elu1`` from underflowing. All entries are negative there, so
+    ``elu1`` of the result is ``elu1(x)`` times a constant. For a query (``dims`` (3,)) the constant
+    multiplies all its weights; for the keys of a head (``dims`` (2, 3)) it multiplies all weights
+    of the head. The division by the mass cancels it. If the entries may not be read, x is returned
+    unchanged.
 
     Args:
-        key_mask: bool ``[B, N]``, the keys that take part.
+        key_mask: bool ``[B, N]``, the keys that take part; None: all.
     """
     if not (may_be_read(x) and x.numel() and bool(x.amin() < LOW)):
         return x
@@ -72,7 +73,7 @@ class Elu1:
 
 
 class Relu:
-    """``max(x, 0)`` for queries and keys; a query whose features match no key gets 0."""
+    """``max(x, 0)`` for queries and keys; the output is 0 for a query whose weights are all 0."""
 
     query = key = staticmethod(torch.relu)
 
@@ -81,8 +82,8 @@ class PositionSoftmax:
     """Softmax over features for queries, over positions for keys. Source: Shen et al. 2021,
     "Efficient attention".
 
-    Keys are multiplied by M, the number of keys present, so that the mass of a query is M as with
-    other maps. A key's feature depends on all other keys: states of this map do not add, and it
+    Keys are multiplied by M, the number of keys present, so that the mass grows with M as for other
+    maps. The features of a key depend on all other keys, so states of this map do not add, and it
     cannot be causal.
     """
 
@@ -113,16 +114,15 @@ class RandomFeatures(nn.Module):
     ``w_r``, normal and orthogonal in groups of d. The module has one buffer, ``projection [m, d]``,
     which is saved and moved with the model.
 
-    Nothing is subtracted to stabilize the exponent. A term that depends on other tokens would keep
-    states from adding, leak when causal, and change the balance with relative position. Inputs
-    therefore have bounds in float32:
+    No maximum is subtracted from the exponent. If it depended on other tokens, states would not
+    add, causal attention would see later tokens, and the balance with relative position would
+    change. Inputs therefore have bounds in float32:
 
     - Above: a feature is at most ``exp(|w_r|^2 / 2)``, reached at ``x' = w_r``, so sums stay finite
       for any tokens while ``|w_r|^2 + log M < 88``. ``|w_r|^2`` has mean d and standard deviation
-      ``sqrt(2 d)``. This leaves room at d = 32, and at d = 64 unless tokens lie on the rows
-      themselves.
-    - Below: the weights of a pair scale as ``exp(-(|q'|^2 + |k'|^2) / 2)`` times a random factor.
-      Past ``|q'|^2 + |k'|^2`` of about 150 they become subnormal.
+      ``sqrt(2 d)``. This leaves room at d = 32, and at d = 64 unless tokens coincide with rows.
+    - Below: the weight of a pair scales as ``exp(-(|q'|^2 + |k'|^2) / 2)`` times a random factor.
+      It becomes subnormal once ``|q'|^2 + |k'|^2`` exceeds about 150.
 
     Normalize q and k if they may be larger. The variance of the estimate grows as
     ``exp(|q' + k'|^2)`` in any case.
@@ -134,7 +134,7 @@ class RandomFeatures(nn.Module):
         device, dtype: of the rows; None: torch's default device, and float32.
 
     Raises:
-        ValueError: a size that is not a positive integer.
+        ValueError: d or num_features is not a positive integer.
 
     Source: Choromanski et al. 2021, "Rethinking attention with performers", Lemma 1 and section
     2.4.
@@ -161,17 +161,17 @@ class RandomFeatures(nn.Module):
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw new rows in place of the present ones; a module on the meta device draws none.
+        """Replace all rows by newly drawn ones; do nothing on the meta device.
 
-        A moving average of weights (EMA) would mix the rows of several draws: redraw before it
-        starts, or not at all.
+        An exponential moving average of weights (EMA) would mix the rows of several draws: redraw
+        before it starts, or not at all.
         """
         num_features, d = self.projection.shape
         if not self.projection.is_meta:
             self.projection.copy_(orthogonal_rows(d, num_features, generator))
 
     def reset_parameters(self) -> None:
-        """Draw new rows; modules built on the meta device need this for initialization."""
+        """Draw new rows; initializes a module that was built on the meta device."""
         self.redraw()
 
     def query(self, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class RandomFeatures(nn.Module):
         x).
 
         Raises:
-            ValueError: x of another width.
+            ValueError: the width of x is not d.
         """
         num_features, d = self.projection.shape
         if x.shape[-1] != d:
@@ -199,9 +199,9 @@ class RandomFeatures(nn.Module):
 
 
 def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw ``[rows, d]`` in float64, on the device of the generator.
+    """Draw ``[rows, d]`` in float64, on the device of the generator (None: CPU).
 
-    Each row is normal, and the rows of each group of d are orthogonal.
+    Each row is normally distributed, and consecutive groups of d rows are orthogonal.
     """
     options = dict(
         dtype=torch.float64,
@@ -218,19 +218,19 @@ def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None)
 FEATURE_MAPS = {"elu1": Elu1, "relu": Relu, "softmax": PositionSoftmax}
 """Maps that operations accept by name. Layers and models accept these names and "random"."""
 IN_OPERATORS = ("elu1", "relu")
-"""Maps that operators and GPU kernels apply themselves. Features of other maps are computed before,
-by eager operations.
+"""Maps that operators and GPU kernels apply to q and k. Features of other maps are computed by
+PyTorch operations first.
 """
 
 
 def make_feature_map(
     name: str, d: int, num_features: int | None = None, *, device=None, dtype=None
 ) -> "str | RandomFeatures":
-    """Return the map of a layer in the form that ``kernelized_attention`` takes: a name or a
+    """Return a layer's feature map as ``kernelized_attention`` takes it: a name or a
     ``RandomFeatures``.
 
     Args:
-        name: of ``FEATURE_MAPS``, or "random".
+        name: a name of ``FEATURE_MAPS``, or "random".
         d: width of queries and keys.
         num_features: for "random"; None: d.
         device, dtype: of the rows of "random".
@@ -249,7 +249,7 @@ def make_feature_map(
 
 
 def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
-    """Return the map with this name, or the given object.
+    """Return the map with this name, or the object itself.
 
     Raises:
         ValueError: an unknown name, or an object that is not a feature map.
@@ -259,21 +259,23 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
     if isinstance(feature_map, str) or not all(
         callable(getattr(feature_map, name, None)) for name in ("query", "key")
     ):
-        given = repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__
+        got = repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__
         raise ValueError(
-            f"feature_map {given}: expected one of {', '.join(FEATURE_MAPS)}, or an object with "
+            f"feature_map {got}: expected one of {', '.join(FEATURE_MAPS)}, or an object with "
             f".query and .key"
         )
     return feature_map
 
 
 def is_per_token(feature_map: FeatureMap) -> bool:
-    """Return whether a key's features depend on that key only."""
+    """Return whether the features of a key depend on that key only."""
     return getattr(feature_map, "per_token", True)
 
 
 def map_name(feature_map: FeatureMap) -> str:
-    """Return the name of the map for operators: its own if in ``IN_OPERATORS``, else "given"."""
+    """Return the name of the map if it is in ``IN_OPERATORS``, else "given": operators then take
+    features in place of q and k.
+    """
     return next((name for name in IN_OPERATORS if FEATURE_MAPS[name] is feature_map), "given")
 
 
@@ -281,7 +283,7 @@ def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None)
     """Return the features ``[B, h, N, f]`` of ``q [B, h, N, d]``.
 
     Raises:
-        ValueError: features of another shape, or f other than ``width``.
+        ValueError: features of another shape, or a number of features other than ``width``.
     """
     return _checked(feature_map.query(q), "query", q, width)
 
@@ -294,7 +296,7 @@ def key_features(
     Contents of keys that ``key_mask [B, M]`` excludes have no effect.
 
     Raises:
-        ValueError: features of another shape, or f other than ``width``.
+        ValueError: features of another shape, or a number of features other than ``width``.
     """
     if not is_per_token(feature_map):
         return _checked(feature_map.key(k, key_mask), "key", k, width)  # type: ignore[call-arg]
@@ -303,11 +305,11 @@ def key_features(
 
 
 def _checked(features: Tensor, name: str, x: Tensor, width: int | None) -> Tensor:
-    given = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+    got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if not isinstance(features, Tensor) or features.ndim != 4 or features.shape[:3] != x.shape[:3]:
         raise ValueError(
             f"feature_map.{name}: expected features [{', '.join(map(str, x.shape[:3]))}, f], got "
-            f"{given}"
+            f"{got}"
         )
     if width is not None and features.shape[3] != width:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""The choice of the faster form of an attention, from one count of work.
+"""The choice of the faster form of an attention, from counts of multiply-adds.
 
 The constants were fitted to 236 measurements on a CPU (AMD EPYC, one thread, torch 2.15, float32,
 26 November 2026): N from 49 to 4,096, d of 16, 32 and 64, 1 to 12 heads. The chosen form was slower
 than the better form by 0.35 % (TaylorShift), 0.0 % (kernelized) and 0.3 % (causal) on average, and
-by 15 % at worst. This module is arithmetic on sizes, so that operations may import it.
+by 15 % at worst.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,11 @@ _tokens: int | None = None
 
 @contextmanager
 def choosing_as(*, tokens: int) -> Iterator[None]:
-    """Within the context, make two choices as for this number of tokens: how to sum classes of
-    positions, and whether all pairs fit one matrix. The form still depends on the actual tokens.
+    """Within the context, make two choices as if there were this number of tokens.
 
-    A check with few tokens can then follow the code path of many tokens.
+    They are the form of the sums over classes of relative position, and whether all pairs are
+    computed in one matrix. So a check with few tokens can run the code path of many tokens. The
+    form of the attention still depends on the actual number.
     """
     global _tokens
     before, _tokens = _tokens, tokens
@@ -34,20 +35,17 @@ def choosing_as(*, tokens: int) -> Iterator[None]:
 
 
 def tokens_asked(tokens: int) -> int:
-    """Return the number of tokens that decides a choice: the given one, unless ``choosing_as`` sets
-    another.
-    """
+    """Return the number of tokens for a choice: ``tokens``, unless ``choosing_as`` sets another."""
     return tokens if _tokens is None else _tokens
 
 
 def choose_form(
     operation: str, n: int, m: int, d: int, e: int, *, heads: int = 1, batch: int = 1
 ) -> str:
-    """Return the form that ``form="auto"`` selects: "direct" or "efficient", whichever needs less
-    work.
+    """Return the form that ``form="auto"`` selects: "direct" or "efficient", whichever is expected
+    to be faster.
 
-    Once the number of tokens is large enough for the efficient form, more tokens do not change the
-    choice.
+    For N = M there is a threshold: every larger number of tokens selects the efficient form.
 
     Args:
         operation: "taylorshift", "kernelized" or "kernelized causal".
@@ -67,11 +65,11 @@ def form_of_shapes(operation: str, q: Sequence[int], v: Sequence[int], class_row
     """Return ``choose_form`` for ``q [B, h, N, d]`` and ``v [B, h, M, e]``.
 
     Args:
-        class_rows: 2R+1 if the direct form includes joint relative position in its pair weights.
-            The efficient form then sums over classes in addition, which costs each query as much as
-            some extra keys, and more with more rows of classes. Measured on a CPU, forward and
-            backward, kernelized attention breaks even near 300 tokens at R = 1, 400 to 550 at R = 3
-            and 650 at R = 7.
+        class_rows: 2R+1 for joint relative position, which the direct form adds to its weights of
+            pairs; else 0. The efficient form sums over the classes separately, which costs each
+            query as much as some extra keys, and more with more rows of classes. Measured on a CPU,
+            forward and backward, kernelized attention breaks even near 300 tokens at R = 1, 400 to
+            550 at R = 3 and 650 at R = 7.
     """
     (batch, heads, n, d), (_, _, m, e) = q, v
     if class_rows:

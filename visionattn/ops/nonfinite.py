@@ -1,13 +1,13 @@
-"""Handling of NaN and inf in tokens that take no part, so that they do not reach other tokens.
+"""Keep NaN and inf in tokens that take no part from reaching other tokens.
 
-Multiplying by 0 does not stop them: ``0 * NaN`` is NaN. Keys that a mask excludes are set to 0 when
-they are read. This module handles tokens that no mask names: queries whose results receive no
-gradient, and tokens later than a query in causal attention. Tokens that take part are unchanged:
-NaN in an attended token makes the result NaN.
+A weight of 0 does not stop them, because ``0 * NaN`` is NaN. Keys that a mask excludes are set to 0
+when they are read. Two kinds of tokens take no part without a mask: queries whose results receive
+no gradient (here called idle), and tokens later than a query in causal attention. Tokens that take
+part are unchanged: NaN in an attended token makes the result NaN.
 
-On a CPU one sum over a tensor tells whether it has NaN or inf. On other devices that would wait for
-the device, so there, and in compiled graphs, functions that are not operators take their inputs
-unchecked.
+On a CPU one sum over a tensor shows whether it has NaN or inf. An accelerator would have to wait
+for this sum. So on accelerators and in compiled graphs, functions that are not operators do not
+check their inputs.
 """
 
 import inspect
@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_readable(x: Tensor) -> bool:
-    """Return whether reading the entries is cheap.
+    """Return whether entries can be read without delay.
 
-    It is not on an accelerator, while a compiler traces, or for a fake tensor, which has no
+    They cannot on an accelerator, while a compiler traces, or for a fake tensor, which has no
     entries.
     """
     if torch.compiler.is_compiling():
@@ -31,15 +31,15 @@ def is_readable(x: Tensor) -> bool:
 
 
 def may_be_read(x: Tensor) -> bool:
-    """Return whether ``is_readable`` holds and the tensor is no subclass that stands for others."""
+    """Return whether ``is_readable`` holds and the tensor is not of a wrapper subclass."""
     return type(x) in (Tensor, nn.Parameter) and is_readable(x)
 
 
 def is_known_finite(*tensors: Tensor) -> bool:
     """Return whether all tensors are known to hold neither NaN nor inf.
 
-    False if the entries may not be read, or if a sum of large entries is inf. Fake tensors, used to
-    count memory, count as finite.
+    The result is False if entries may not be read, or if the sum of large entries overflows. It is
+    True if all are fake tensors outside a compiler, which only measure memory.
     """
     if not torch.compiler.is_compiling() and all(isinstance(x, FakeTensor) for x in tensors):
         return True
@@ -56,10 +56,10 @@ def finite(x: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return keys or values ``[B, h, M, c]`` with 0 where ``key_mask`` is False, so that weights of
-    0 drop them.
+    """Return keys or values ``[B, h, M, c]`` without NaN and inf where ``key_mask`` is False, so
+    that a weight of 0 drops them.
 
-    Return x itself if it is known to be finite.
+    Return x itself if it is known to be finite, else x with 0 there.
     """
     if key_mask is None or is_known_finite(x):
         return x
@@ -69,27 +69,29 @@ def masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
 def finite_inputs(
     q: Tensor, k: Tensor, v: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return q, k and v with 0 in place of NaN and inf, and a term to add to the results instead.
+    """Return q, k and v with 0 in place of NaN and inf, and a term to add to the results.
 
-    The term is NaN for results that depend on a NaN or inf, else 0. It is None if there is none, or
-    if nothing may be read. Inputs that all queries see (k and v, unless ``causal``) are unchanged.
+    The term is NaN for results that depend on a replaced NaN or inf, else 0. It is None if nothing
+    is replaced, or if the inputs may not be read. Without ``causal``, every query sees all keys, so
+    k and v are unchanged.
     """
-    own = (q, k, v) if causal else (q,)
-    if not all(map(may_be_read, own)) or is_known_finite(*own):
+    replaced = (q, k, v) if causal else (q,)
+    if not all(map(may_be_read, replaced)) or is_known_finite(*replaced):
         return q, k, v, None
-    spoilt = (q - q).detach().sum(3, keepdim=True)
+    nan_term = (q - q).detach().sum(3, keepdim=True)
     if causal:
-        of_keys = (k - k).detach().sum(3, keepdim=True)
-        spoilt = spoilt + up_to_each(of_keys + (v - v).detach(), q.shape[2])
+        key_term = (k - k).detach().sum(3, keepdim=True)
+        nan_term = nan_term + up_to_each(key_term + (v - v).detach(), q.shape[2])
         k, v = _zeroed(k), _zeroed(v)
-    return _zeroed(q), k, v, spoilt
+    return _zeroed(q), k, v, nan_term
 
 
 def apart(v: Tensor, key_mask: Tensor | None, num_queries: int) -> tuple[Tensor, Tensor | None]:
-    """Return the values of causal attention with 0 in place of NaN, inf and masked values, and a
-    term to add to each query's sum instead, ``[B, h, N, e]``.
+    """Return the values of causal attention with 0 in place of NaN and inf, and a term
+    ``[B, h, N, e]`` to add to the sums.
 
-    The term is None if the values are known to be finite.
+    The term is NaN for queries that see a NaN or inf in an unmasked value, else 0. It is None if
+    the values are known to be finite.
     """
     if is_known_finite(v):
         return v, None
@@ -104,20 +106,20 @@ def up_to_each(x: Tensor, num_queries: int) -> Tensor:
 
 
 def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Callable], Callable]:
-    """Decorate an operator of gradients: rows of queries with an upstream gradient of 0 add nothing
-    to any gradient, whatever they hold.
+    """Decorate a backward operator so that idle queries add nothing to any gradient, whatever they
+    hold. A query is idle if its upstream gradient is 0.
 
-    On a CPU the function runs unchanged, and runs again with 0 in those rows if a result has NaN or
-    inf. The first column of each result per token is enough for this check: contents of a query
-    spread through its weights, which multiply all columns of the values' gradient alike. On other
-    devices the rows are set to 0 before the call.
+    On a CPU the operator runs unchanged first. If a result has NaN or inf, it runs again with the
+    idle rows set to 0. The check reads only the first column of each result per token: a query
+    enters the results through its weights, which multiply all columns. On an accelerator the idle
+    rows are set to 0 before the only run.
 
     Args:
-        upstream: names of the gradients per query, separated by spaces; the rows of the last have
-            one axis or none less.
-        rows: names of the tensors per query whose rows are read as 0.
+        upstream: names of the upstream gradients, separated by spaces: first
+            ``[B, h, N, c]``, then ``[B, h, N]``.
+        rows: names of the tensors whose idle rows are set to 0, ``[B, h, N, ...]``.
         later: names of tensors per key, ``[B, h, M, ...]``. If the argument ``causal`` is true,
-            keys behind the last row with a gradient are read as 0.
+            keys after the last query that is not idle are set to 0 too.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -125,24 +127,24 @@ def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Call
 
         @wraps(function)
         def run(*args, **kwargs):
-            on_processor = next(x for x in args if x is not None).device.type == "cpu"
-            if on_processor:
-                found = function(*args, **kwargs)
-                if is_known_finite(*(x[..., :1] if x.ndim > 3 else x for x in found)):
-                    return found
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            named = given.arguments
-            idle = _without_gradient(*(named[name] for name in upstream.split()))
+            on_cpu = next(x for x in args if x is not None).device.type == "cpu"
+            if on_cpu:
+                results = function(*args, **kwargs)
+                if is_known_finite(*(x[..., :1] if x.ndim > 3 else x for x in results)):
+                    return results
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = bound.arguments
+            idle = _without_gradient(*(arguments[name] for name in upstream.split()))
             zeroed = dict.fromkeys(rows.split(), idle)
-            if later and named["causal"]:
-                behind = _behind_the_last(~idle, named["k"].shape[2])
-                zeroed |= dict.fromkeys(later.split(), behind)
+            if later and arguments["causal"]:
+                hidden = _after_the_last(~idle, arguments["k"].shape[2])
+                zeroed |= dict.fromkeys(later.split(), hidden)
             for name, mask in zeroed.items():
-                x = named[name]
+                x = arguments[name]
                 shape = mask.shape + (1,) * (x.ndim - mask.ndim)
-                named[name] = x.masked_fill(mask.view(shape), 0)
-            return function(*given.args, **given.kwargs)
+                arguments[name] = x.masked_fill(mask.view(shape), 0)
+            return function(*bound.args, **bound.kwargs)
 
         return run
 
@@ -150,19 +152,17 @@ def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Call
 
 
 def _without_gradient(first: Tensor, *others: Tensor) -> Tensor:
-    """Return which rows of all gradients are 0: rows of ``first [..., c]`` and entries of the
-    others.
-    """
+    """Return for which queries all gradients are 0: ``first [..., c]`` and ``others [...]``."""
     idle = (first == 0).all(-1)
     for grad in others:
         idle = idle & (grad == 0)
     return idle
 
 
-def _behind_the_last(counts: Tensor, num_keys: int) -> Tensor:
-    """Return which of the keys ``[B, h, M]`` come after the last True query of
-    ``counts [B, h, N]``.
+def _after_the_last(queries: Tensor, num_keys: int) -> Tensor:
+    """Return which keys ``[B, h, M]`` come after the last query that is True in
+    ``queries [B, h, N]``.
     """
-    place = torch.arange(1, counts.shape[2] + 1, device=counts.device)
-    last = (counts * place).amax(2, keepdim=True)
-    return torch.arange(num_keys, device=counts.device) >= last
+    index = torch.arange(1, queries.shape[2] + 1, device=queries.device)
+    last = (queries * index).amax(2, keepdim=True)
+    return torch.arange(num_keys, device=queries.device) >= last

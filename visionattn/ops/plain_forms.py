@@ -1,17 +1,16 @@
-"""Each operator written in plain tensor operations, for exporters.
+"""Each operator in plain tensor operations, for exporters.
 
-ONNX programs, and programs that run without this package, contain these in place of the operators.
-The number of tokens, rows or columns may be symbolic here: no code branches on it or loops over it.
-Loops run only over classes of positions and tiles of a head's width. Operators with linear memory
-are linear here too, except where a quadratic form was requested by name. Nothing is differentiated,
-and outputs that only the gradient needs are computed only if a result needs them. ``reference.py``
-defines each result.
+ONNX programs, and programs that run without this package, contain these operations in place of the
+operators. The numbers of tokens, rows and columns may be symbolic: no code branches on them or
+loops over them. Loops run only over classes of relative position and tiles of a head's width.
+Operators with linear memory are linear here too, unless the caller requests a quadratic form by
+name. The functions have no gradients, and may leave out results that only a gradient needs.
+``reference.py`` defines each result.
 
-Sums over keys are divided here by the number of keys that the query sees. Both terms of an
-attention are divided alike, so their mean is unchanged, and a program converted to float16 does not
-overflow for any number of tokens. Each factor of a product is divided by a root of the number
-before the products are summed. So neither sums nor the contribution of a single key leave the range
-of float16.
+Sums over keys are divided by the number of keys that the query sees. Both terms of an attention are
+divided by the same number, so their mean is unchanged. Each factor of a product is divided by a
+root of the number before the products are summed. So a program converted to float16 neither
+overflows nor loses the contribution of a single key, for any number of tokens.
 """
 
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from visionattn.ops.taylorshift.taylorshift_features import EPS, num_features
 from visionattn.ops.window import windows
 
 TILES = 4
-"""Parts of a head's width; TaylorShift's products are formed between pairs of parts."""
+"""Number of tiles of a head's width; TaylorShift's products are formed for pairs of tiles."""
 
 
 def plain_product(x: Tensor, y: Tensor) -> Tensor:
@@ -65,14 +64,14 @@ def plain_weighted_mean(
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """Lay ``[B, h, N, e]`` out in memory as ``[B, N, h, e]``, as the operator does: later code
-    views it.
+    """Lay ``[B, h, N, e]`` out in memory as ``[B, N, h, e]``, as the operator does: callers take
+    views of this order.
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _masked(x: Tensor, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``x [B, h, M, c]`` in the dtype of sums, 0 where masked."""
+    """Return ``x [B, h, M, c]`` in ``dtype``, 0 where masked."""
     x = x.to(dtype)
     return x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0)
 
@@ -89,8 +88,8 @@ def plain_kernel_sums(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``kernel_sums``, divided by the number of keys.
 
-    The linear form is used for any ``form``: weights are products of non-negative features, so it
-    loses no precision.
+    Every ``form`` runs the linear form, which loses no precision here: all products of features are
+    non-negative.
     """
     dtype = accumulation_dtype(q, k, v)
     phi: Callable[[Tensor], Tensor] = {"elu1": elu1, "relu": torch.relu}.get(
@@ -98,37 +97,35 @@ def plain_kernel_sums(
     )
     queries, keys = phi(q.to(dtype)), _masked(phi(k.to(dtype)), key_mask, dtype)
     values = _masked(v, key_mask, dtype)
-    # The mass is the sum of values that are 1: an extra last column.
+    # A last column of ones turns the sums of values into the mass.
     ones = torch.ones_like(values[..., :1])
     with_mass = torch.cat([values, ones], 3)
     count = key_counts(k, key_mask, causal, q.shape[2], torch.float64).unsqueeze(3)
     if not causal:
-        root = _part(count, 2, dtype)
+        root = _root_divisor(count, 2, dtype)
         keys, with_mass = keys * root, with_mass * root
     state = torch.matmul(keys.mT, with_mass)
     if causal:
-        # One state per key; each query takes the state at its place, or the last.
+        # One state per key; query i reads the state after key i, or the last state.
         states = (keys.unsqueeze(4) * with_mass.unsqueeze(3)).cumsum(2)
         last = torch.arange(q.shape[2], device=q.device).clamp(max=k.shape[2] - 1)
         out = torch.matmul(queries.unsqueeze(3), states[:, :, last]).squeeze(3)
-        out = out * _part(count, 1, dtype)
+        out = out * _root_divisor(count, 1, dtype)
     else:
         out = torch.matmul(queries, state)
     values = out[..., :-1].to(v.dtype if narrow else dtype)
     return values, out[..., -1], state[..., :-1], state[..., -1]
 
 
-def _part(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:
-    """Return ``count ** (-1 / root)``: the product of ``root`` such factors divides a sum by
-    ``count``.
-    """
+def _root_divisor(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:
+    """Return ``count ** (-1 / root)``: ``root`` such factors together divide by ``count``."""
     return count.clamp(min=1).pow(-1 / root).to(dtype)
 
 
 def _of_length(x: Tensor, length: Tensor | float) -> Tensor:
-    """Scale vectors along the last axis to a length; vectors shorter than ``EPS`` become shorter.
+    """Scale vectors along the last axis to a length; vectors shorter than ``EPS`` stay shorter.
 
-    Entries are divided by their largest first, so that only numbers up to 1 are squared.
+    Entries are divided by their largest magnitude first, so that squares stay in range.
     """
     x = x / x.abs().amax(-1, keepdim=True).clamp(min=EPS)
     return x * x.square().sum(-1, keepdim=True).clamp(min=1).rsqrt() * length
@@ -147,30 +144,30 @@ def plain_taylor_sums(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute ``taylor_sums``, divided by the number of keys.
 
-    "auto" is the linear form with a temperature, and the direct form without, which keeps
-    precision. The state is left empty.
+    "auto" is the linear form with a temperature; without one it is the direct form, which keeps
+    precision. The state is not computed.
     """
     dtype = accumulation_dtype(q, k, v)
     queries, keys, values = q.to(dtype), _masked(k, key_mask, dtype), _masked(v, key_mask, dtype)
     if temperature is not None:
         queries = _of_length(queries, temperature.to(dtype)[:, None, None])
         keys = _of_length(keys, 1.0)
-    there = torch.ones_like(values[:, :1, :, :1])
+    present = torch.ones_like(values[:, :1, :, :1])
     if key_mask is not None:
-        there = key_mask[:, None, :, None].to(dtype)
-    root = _part(key_counts(k, key_mask, dtype=torch.float64).unsqueeze(3), 2, dtype)
-    parts, values, there = keys * root, values * root, there * root
+        present = key_mask[:, None, :, None].to(dtype)
+    root = _root_divisor(key_counts(k, key_mask, dtype=torch.float64).unsqueeze(3), 2, dtype)
+    parts, values, present = keys * root, values * root, present * root
     first, second = parts.sum(2) * root[..., 0], torch.matmul(parts.mT, parts)
     if form == "direct" or (form == "auto" and temperature is None):
         scores = torch.matmul(queries, keys.mT)
-        weights = ((a * scores + b) * scores + c) * there.mT
+        weights = ((a * scores + b) * scores + c) * present.mT
         out, mass = torch.matmul(weights, values), weights.sum(3) * root[..., 0]
     else:
         out = _sums_of_squares(queries, keys * root.sqrt(), values) * a
         out = out + b * torch.matmul(queries, torch.matmul(parts.mT, values))
         out = out + c * (values.sum(2, keepdim=True) * root)
         slope = a * torch.matmul(queries, second) + b * first.unsqueeze(2)
-        mass = (slope * queries).sum(3) + c * (there.sum(2) * root[..., 0])
+        mass = (slope * queries).sum(3) + c * (present.sum(2) * root[..., 0])
     rows = num_features(q.shape[3]) + q.shape[3] + 1 if form == "efficient" else 0
     state = out.new_zeros(*q.shape[:2], rows, v.shape[3])
     return out, mass, state, second, first
@@ -179,8 +176,8 @@ def plain_taylor_sums(
 def _sums_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``sum_j (q_i . k_j)^2 v_j`` from the products of entries.
 
-    Each part of the width is multiplied with itself and with all later parts; products with later
-    parts count twice.
+    Each tile of the width is multiplied by itself and by all later tiles; products with later tiles
+    count twice.
     """
     d, out = q.shape[3], None
     tile = -(-d // TILES)
@@ -194,18 +191,18 @@ def _sums_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         once, twice = q.new_full((size, size), 1.0), q.new_full((size, d - stop), 2.0)
         times = torch.cat([once, twice], 1).flatten().unsqueeze(1)
         state = torch.matmul(of_k.mT, v) * times
-        own = torch.matmul(of_q, state)
-        out = own if out is None else out + own
+        term = torch.matmul(of_q, state)
+        out = term if out is None else out + term
     assert out is not None
     return out
 
 
 class _Axis:
-    """The sums of each class along one axis of a grid, stored in three consecutive lines.
+    """The sum of each class along one axis of a grid, for each query.
 
-    Each entry of a line is the sum of one class for one query. For R = 1 or more the lines are the
-    running sums from the beginning, the entries themselves padded with zeros, and the running sums
-    from the end. For R = 0 there is one line, with the sum of all.
+    For R = 1 or more all sums are entries of one tensor (``lines``), which joins three pieces along
+    the axis: the running sums from the beginning, the entries themselves padded with zeros, and the
+    running sums from the end. For R = 0 it holds the sum of all entries for each query.
     """
 
     def __init__(self, dim: int, num_queries: int, num_keys: int, horizon: int):
@@ -216,7 +213,9 @@ class _Axis:
         self.inner = num_keys + horizon + self.tail
 
     def lines(self, x: Tensor) -> Tensor:
-        """Return the lines of ``x`` along the axis."""
+        """Return the running sums from the beginning, the padded entries and the running sums from
+        the end of ``x``, joined along the axis.
+        """
         dim, horizon = self.dim, self.horizon
         if horizon == 0:
             total = x.sum(dim, keepdim=True)
@@ -227,20 +226,24 @@ class _Axis:
         return torch.cat([before, padded, after], dim)
 
     def begin(self, number: int) -> Any:
-        """Return the index in the lines where a class begins for query 0."""
+        """Return the index in ``lines`` of a class's sum for query 0; query i reads i entries
+        further.
+        """
         if self.horizon == 0 or number == 0:
             return 0
         inside = number < 2 * self.horizon
         return self.length + (number if inside else self.inner)
 
     def places(self, device: torch.device) -> Tensor:
-        """Return the index in the lines of each query and class, ``[N * (2R+1)]``."""
+        """Return the index in ``lines`` of each query and class, ``[N * (2R+1)]``."""
         begins = [torch.full((), self.begin(i), device=device) for i in range(self.num_classes)]
         queries = torch.arange(self.length, device=device)
         return (queries[:, None] + torch.stack(begins)).flatten()
 
     def look_up(self, lines: Tensor, places: Tensor) -> Tensor:
-        """Turn the axis of lines ``[..., N, ...]`` into ``[..., N, 2R+1, ...]``."""
+        """Return the sums of all classes: the axis of ``lines`` becomes two axes, ``N`` and
+        ``2R+1``.
+        """
         found = lines.index_select(self.dim, places)
         return found.unflatten(self.dim, (self.length, self.num_classes))
 
@@ -270,8 +273,8 @@ def plain_class_sums(
     places = columns.places(v.device)
     for number in range(rows.num_classes):
         row = lines.narrow(2, rows.begin(number), rows.length)
-        own = torch.matmul(of_rows[..., number, :], columns.look_up(row, places))
-        values = own if values is None else values + own
+        term = torch.matmul(of_rows[..., number, :], columns.look_up(row, places))
+        values = term if values is None else values + term
     assert values is not None
     return values.squeeze(4), (weights * per_class).sum(4)
 
@@ -282,21 +285,21 @@ def _class_factors(
     """Return the factors that divide sums over classes by the number of keys.
 
     Args:
-        counts: keys of each class, ``[1 or B, 1, H, W, C]``.
-        total: all keys that a query sees, ``[1 or B, 1 or H, 1 or W, 1]``; None: 1.
-        mean: each class contributes its mean, not its sum.
+        counts: number of keys in each class, ``[1 or B, 1, H, W, C]``.
+        total: number of all keys that a query sees, ``[1 or B, 1 or H, 1 or W, 1]``; None: 1.
+        mean: whether each class contributes its mean instead of its sum.
 
     Returns:
         The factor of the values, ``[1 or B, 1, 1, 1, 1]``; the factor of the weights in the sums of
-        values, and the factor of the weights in their own sum, both ``[1 or B, 1, H, W, C]``.
+        values; the factor of the weights in the mass. The last two are ``[1 or B, 1, H, W, C]``.
     """
     counts = counts.double()
     if total is None:
         total, mean = counts.new_ones(1, 1, 1, 1), False
     total = total.double().clamp(min=1).unsqueeze(1)
     most = total.amax((2, 3), keepdim=True)
-    # The third root: weights take two of the three factors, and a class with one key loses as much
-    # as the values.
+    # Values take one third root, weights the other two: so a class with a single key loses no more
+    # range than the values.
     root = most.pow(-1 / 3)
     if mean:
         per_key, per_class = 1 / (counts.clamp(min=1) * root), (counts > 0).to(dtype)
@@ -356,7 +359,7 @@ def plain_windows(
     window: int,
     shifted: bool,
 ) -> Tensor:
-    """Compute ``windows`` on a grid padded to whole windows; no query sees the padding."""
+    """Compute ``windows`` on a grid padded to whole windows; padding is masked."""
     prefix, first = q.shape[2] - height * width, window // 2 if shifted else 0
     before = (window - first) % window
     down, across = ((n + before + window - 1) // window for n in (height, width))
@@ -371,9 +374,9 @@ def plain_windows(
         return _laid_out(x.permute(0, 2, 4, 1, 3, 5, 6)).flatten(4, 5)
 
     def with_prefix(x: Tensor) -> Tensor:
-        own = in_windows(x)
-        head = x[:, None, None, :, :prefix].expand(*own.shape[:3], -1, -1, -1)
-        return torch.cat([head, own], 4)
+        window_tokens = in_windows(x)
+        head = x[:, None, None, :, :prefix].expand(*window_tokens.shape[:3], -1, -1, -1)
+        return torch.cat([head, window_tokens], 4)
 
     seen = with_prefix(visible[:, None, :, None].to(q.dtype)).mT > 0
     queries, bias = in_windows(q), None
@@ -394,9 +397,10 @@ def plain_windows(
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """Copy into contiguous memory, whatever the strides are.
+    """Copy x into contiguous memory, even if it is contiguous already.
 
-    Without it, an exporter that traces a grid of one window would treat a copy as a view.
+    For a grid of one window, a reshape needs no copy. An exporter that traces such a grid would
+    use a view for every grid.
     """
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -420,8 +424,8 @@ PLAIN: dict[CustomOpDef, Callable] = {
     relative_scores: plain_relative_scores,
     windows: plain_windows,
 }
-"""The plain function of each operator in a forward pass on a CPU, except ``pair_mean``, which
-compilers never reach.
+"""The plain function of each operator that a forward pass on a CPU may call while an exporter
+traces; ``pair_mean`` is never called then.
 """
 
 
@@ -429,9 +433,9 @@ def _decompose_in_exports(made: CustomOpDef) -> None:
     """Register the plain function for ``ExportedProgram.run_decompositions``, which
     ``torch.onnx.export`` uses.
 
-    A program keeps the operator until then; compilers always keep it. torch's own table of
-    decompositions would not work: ``torch.compile`` would take shapes from the plain functions, and
-    would refuse our operators if the variable ``CI`` is set.
+    An exported program keeps the operator until then, and compilers always keep it. torch's own
+    table of decompositions does not work here: ``torch.compile`` would take shapes from the plain
+    functions, and would refuse our operators if the environment variable ``CI`` is set.
     """
 
     def dispatched(mode: FunctionalTensorMode, op, types, args, kwargs):

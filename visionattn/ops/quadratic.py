@@ -1,6 +1,7 @@
-"""Quadratic forms on blocks of queries: scores stay in cache, memory stays linear.
+"""Sums of values under weights that are scores or their squares, by blocks of queries.
 
-Functions of plain tensors, without autograd.
+The scores of a block stay in cache: time is quadratic, memory linear. The functions take plain
+tensors and do not use autograd.
 """
 
 import torch
@@ -14,8 +15,9 @@ BLOCK_ELEMENTS = 1 << 20
 
 
 def _blocks(q: Tensor, k: Tensor):
-    """Return pairs of slices (heads, queries) whose scores are at most ``BLOCK_ELEMENTS``, or 256
-    rows of one head.
+    """Return blocks as pairs of slices (heads, queries).
+
+    A block has at most ``BLOCK_ELEMENTS`` scores, or ``BLOCK_QUERIES`` queries of one head.
     """
     queries = max(1, min(BLOCK_QUERIES, q.shape[1]))
     heads = max(1, BLOCK_ELEMENTS // max(1, queries * k.shape[1]))
@@ -28,10 +30,10 @@ def _seen(t: slice, num_keys: int, causal: bool) -> slice:
 
 
 def _mask_future(scores: Tensor, t: slice, causal: bool) -> Tensor:
-    """Set ``scores [g, T, keys]`` of the queries ``t`` to 0, in place, where the key comes after
-    the query.
+    """If ``causal``, set ``scores [g, T, keys]`` of the queries ``t`` to 0, in place, where the key
+    comes after the query.
     """
-    if causal:  # every query of the block sees all keys before it
+    if causal:  # every query of the block sees all keys before the block
         scores[:, :, t.start :].tril_()
     return scores
 

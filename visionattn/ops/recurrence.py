@@ -1,12 +1,12 @@
 """Causal attention one token at a time.
 
 Kernelized attention with ``Flat`` relative position keeps a state of constant size; softmax
-attention keeps a cache of keys and values. Both give the rows of the operation's causal form for
-the same tokens. States are changed in place. ``states.py`` has states that add, without relative
-position.
+attention keeps a cache of keys and values. Both return, token by token, the output of the
+operation with ``causal=True``. States are changed in place. ``states.py`` has states that add,
+without relative position.
 
 Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence, without relative position);
-Scaleformer, section 4 (clipped relative position); the ring of recent values is ours.
+Scaleformer, section 4 (clipped relative position); the ring buffer of recent values is ours.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class PastTable:
     """The entries of a ``Flat`` table for past keys, in the order in which steps read them.
 
     Args:
-        relative: provides the table, ``[h or 1, 2R+1, d]``; without layout.
-        tokens: maximum number of tokens; entries beyond are dropped.
+        relative: relative position with a table ``[h or 1, 2R+1, d]``, without layout.
+        tokens: maximum number of tokens; entries for larger offsets are dropped.
     """
 
     def __init__(self, relative: Flat, tokens: int):
@@ -43,26 +43,27 @@ class PastTable:
         past = past.to(accumulation_dtype(past))
         self.horizon = min(past.shape[1] - 1, tokens)
         self.entries = past[:, : self.horizon + 1]
-        """Entry o is for the key o tokens before the query; the last is for all keys from R on."""
+        """Entry o is for the key o tokens before the query; the last entry is for all keys at least
+        R tokens before.
+        """
         self.is_mean = relative.normalization == "mean"
         self.last = self.entries[:, -1:].mT
         """The entry for all far keys, ``[h or 1, d, 1]``."""
         self.falling = self.entries[:, : self.horizon].flip(1)
-        """The other entries in sequence order, oldest key first, ``[h or 1, R, d]``."""
+        """The other entries, for the oldest key first, ``[h or 1, R, d]``."""
 
     @cached_property
     def ring(self) -> Tensor:
         """Return ``falling`` twice in a row, ``[h or 1, 2R, d]``.
 
-        The entries for all places of the ring are one slice of it, whichever place is newest.
+        The ring buffer ``RecurrentState.recent`` may begin anywhere: the entries in its order are
+        always a slice of this tensor.
         """
         return torch.cat([self.falling, self.falling], 1)
 
     @cached_property
     def beyond_far(self) -> Tensor:
-        """Return the difference of the entries of ``falling`` and the entry for far keys, over
-        ``sqrt(d)``.
-        """
+        """Return ``(falling - last) / sqrt(d)``: entries relative to the entry of far keys."""
         return (self.falling - self.last.mT) * self.last.shape[1] ** -0.5
 
 
@@ -81,12 +82,12 @@ class RecurrentState:
     """The state of kernelized attention after the tokens so far; float32 (float64 for float64
     inputs).
 
-    The last of the ``e + 1`` columns holds masses and numbers of keys.
+    Values have an extra column of ones, ``[v_j, 1]``, whose sums are masses and numbers of keys.
 
     Args:
         S: ``sum_j phi(k_j) [v_j, 1]^T``, ``[B, h, f, e+1]``.
-        recent: ``[v_j, 1]`` of the last R tokens, ``[B, h, R, e+1]``: token j at place ``j mod R``,
-            0 for places not yet filled.
+        recent: ring buffer with ``[v_j, 1]`` of the last R tokens, ``[B, h, R, e+1]``: token j at
+            index ``j mod R``, 0 at indices not yet filled.
         far: the sum of ``[v_j, 1]`` of all earlier tokens, ``[B, h, 1, e+1]``.
         count: number of tokens so far.
     """
@@ -108,9 +109,9 @@ class RecurrentState:
         """Return the state before the first token.
 
         Args:
-            shape: B, h, features f of the map, and width e of values.
-            horizon: R of the relative position, at most the number of tokens to come.
-            dtype: of the sums.
+            shape: B, h, number of features f of the map, and width e of values.
+            horizon: ``PastTable.horizon``; 0 without relative position.
+            dtype: dtype of the sums.
         """
         batch, heads, features, width = shape
         sizes = features, horizon, 1
@@ -132,7 +133,8 @@ class RecurrentState:
         Args:
             q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
             feature_map: as for ``kernelized_attention``.
-            table: of the relative position; its horizon must equal the horizon of the state.
+            table: table of the relative position, with the horizon of the state; None: no relative
+                position.
 
         Returns:
             ``[B, h, 1, e]`` in the dtype of v.
@@ -152,31 +154,31 @@ class RecurrentState:
 
     def _add_placed(self, sums: Tensor, phi_q: Tensor, with_mass: Tensor, table: PastTable) -> None:
         """Store the value, and add the relative term to ``sums [B, h, 1, e+1]``."""
-        horizon, far, place = table.horizon, self.far, 0
-        # With "mean", each class contributes its mean times the number of all keys, the unit of the
-        # content. Each nearby class has one key.
-        times = self.count + 1 if table.is_mean else 1
-        many = max(1, self.count + 1 - horizon) if table.is_mean else 1
+        horizon, far, slot = table.horizon, self.far, 0
+        # With "mean", each class contributes its mean times the number of all keys. Each class
+        # within the horizon has one key.
+        scale = self.count + 1 if table.is_mean else 1
+        num_far = max(1, self.count + 1 - horizon) if table.is_mean else 1
         if horizon:
-            # The new value replaces the oldest, which joins the far ones.
-            place = self.count % horizon
-            oldest = self.recent[:, :, place : place + 1]
+            # The new value replaces the oldest recent value, which is added to the far sum.
+            slot = self.count % horizon
+            oldest = self.recent[:, :, slot : slot + 1]
             far += oldest
             oldest.copy_(with_mass)
-            start = horizon - 1 - place
+            start = horizon - 1 - slot
             weights = _by_head(phi_q, table.ring[:, start : start + horizon])
-            sums.add_(weights @ self.recent, alpha=times)
+            sums.add_(weights @ self.recent, alpha=scale)
         else:  # one class: all keys
             far += with_mass
-        sums.addcmul_(torch.matmul(phi_q, table.last), far, value=times / many)
+        sums.addcmul_(torch.matmul(phi_q, table.last), far, value=scale / num_far)
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of earlier tokens, with room for later tokens, for softmax attention.
+    """Keys and values of softmax attention for at most N tokens.
 
     Args:
-        keys: ``[B, h, N, d]``; stored as ``[B, h, d, N]``, the fastest order on a CPU for the
+        keys: ``[B, h, N, d]``, stored as ``[B, h, d, N]``: on a CPU this order is fastest for the
             product of one query with all keys.
         values: ``[B, h, N, e]``.
         count: number of tokens so far.
@@ -206,12 +208,13 @@ class KeyValueCache:
         return cls(keys.mT, torch.zeros(batch, heads, tokens, e, dtype=dtype, device=device))
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, table: PastTable | None = None) -> Tensor:
-        """Add one token, at a cost that grows with the number of tokens, and return its output over
-        all tokens up to itself.
+        """Add one token and return its output over all tokens up to itself.
+
+        The cost grows with the number of tokens so far.
 
         Args:
             q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
-            table: of the relative position, signed.
+            table: signed table of the relative position; None: no relative position.
 
         Returns:
             ``[B, h, 1, e]`` in the dtype of v.
@@ -226,7 +229,8 @@ class KeyValueCache:
             query = q.to(keys.dtype) * q.shape[3] ** -0.5
             scores = torch.bmm(query.flatten(0, 1), keys.mT)
             if table is not None and table.horizon:
-                # Far keys share one entry, and softmax is invariant to a term that all keys share.
+                # Softmax is invariant to a term common to all keys: subtract the entry of far keys
+                # from all entries, so that far keys need none.
                 own = table.beyond_far[:, -self.count :]
                 near = scores[:, :, -own.shape[1] :].unflatten(0, q.shape[:2])
                 near += _by_head(q.to(keys.dtype), own)

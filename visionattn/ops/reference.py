@@ -1,10 +1,10 @@
-"""The definition of each operation: quadratic, plain, in the dtype of its inputs.
+"""The definition of each operation: quadratic and plain, in the dtype of the inputs.
 
-Every function builds the full ``[B, h, N, M]`` weights of its formula and takes the weighted mean
-of the values. Tests and tools compare the fast operations with it; nothing else imports it. It has
-no forms, blocks or kernels, and checks no arguments: the public operations do.
+Every function computes all weights ``[B, h, N, M]`` of its formula and then the weighted mean of
+the values. Tests and tools compare the fast operations with this module; nothing else imports it.
+It has no forms, blocks or kernels, and leaves argument checks to the public operations.
 
-A relative position is one of the objects of ``ops.position.kinds``, recognized by its fields:
+A relative position is an object of ``ops/position/relative_position.py``, recognized by its fields:
 ``rows`` and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table
 ``[h or 1, 2R+1, d]`` (Flat).
 """
@@ -33,8 +33,8 @@ def taylorshift_attention(
         q: ``[B, h, N, d]``.
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
-        temperature: ``[h]``; q and k are scaled to unit length and q is multiplied by it. None: q
-            and k are unchanged.
+        temperature: ``[h]``; q is scaled to this length, and k to unit length. None: both are
+            unchanged.
         coefficients: ``(a, b, c)``.
         relative: adds the weights of ``relative_weights``.
         key_mask: ``[B, M]`` bool, True takes part.
@@ -155,7 +155,7 @@ def window_attention(
         v: ``[B, h, N, e]``.
         window_size: patches along a side of a window.
         shifted: the first window of each axis has ``window_size // 2`` patches.
-        layout: the places of the tokens, if there is no relative position.
+        layout: the grid positions of the tokens, if there is no relative position.
         relative: Axial or Joint; entries may have any sign.
         key_mask: ``[B, N]`` bool, True takes part.
 
@@ -185,7 +185,7 @@ def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
 
     Args:
         relative: Flat, Axial or Joint; entries may have any sign.
-        q: ``[B, h, N, d]``, as given.
+        q: ``[B, h, N, d]``, as passed to the operation.
         num_keys: M; None: N.
 
     Returns:
@@ -235,7 +235,7 @@ def value_convolution(
     Args:
         v: ``[B, h, N, e]``.
         weight: ``[h * e, 1, K, K]``.
-        layout: the places of the tokens.
+        layout: the grid positions of the tokens.
         key_mask: ``[B, N]`` bool, True takes part.
 
     Returns:
@@ -258,18 +258,16 @@ def value_convolution(
 
 
 def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Return ``k_j`` minus the mean of the keys ``[B, h, M, d]`` that take part; other keys are
+    """Return the keys ``[B, h, M, d]`` minus the mean of the keys that take part; other keys are
     undefined.
     """
     present = _present(k, key_mask)[:, None, :, None]
-    own = torch.where(present, k, 0.0)
-    return own - own.sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(min=1)
+    kept_keys = torch.where(present, k, 0.0)
+    return kept_keys - kept_keys.sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(min=1)
 
 
 def elu1(x: Tensor) -> Tensor:
-    """Return ``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, without the rounding of
-    ``exp(x) - 1 + 1``.
-    """
+    """Return ``elu(x) + 1``: ``x + 1`` above 0, and ``exp(x)`` below without rounding to 0."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -282,9 +280,7 @@ def unit_length(x: Tensor) -> Tensor:
 def _present(
     k: Tensor, key_mask: Tensor | None, relative=None, layout: TokenLayout | None = None
 ) -> Tensor:
-    """Return the keys that take part, bool ``[B, M]``: keys in the mask that are not absent
-    patches.
-    """
+    """Return which keys take part, bool ``[B, M]``: in the mask, and not an absent patch."""
     present = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
     if key_mask is not None:
         present = key_mask.clone()
@@ -336,8 +332,8 @@ def _weighted_mean(
 
 
 def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row and column of every token (0 for prefix tokens) and whether it is a patch, each
-    ``[B, N]`` or ``[1, N]``.
+    """Return the row and the column of every token (0 for prefix tokens), and whether it is a
+    patch, each ``[B, N]`` or ``[1, N]``.
     """
     index = layout.kept
     if index is None:
@@ -353,8 +349,8 @@ def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _classes_and_patches(
     relative, q: Tensor, num_keys: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``, and a
-    mask of the pairs of two patches.
+    """Return each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``, and
+    which pairs are two patches.
     """
     if relative.layout is None:
         i = torch.arange(q.shape[2], device=q.device)[None]
@@ -374,23 +370,23 @@ def _classes_and_patches(
         return [(relative.table.flatten(1, 2), classes)], patches
     index = rows * relative.layout.grid.width + columns
     if relative.layout.present is not None:
-        # The sequence has the places with content first, then the others.
+        # Present positions come first in the sequence, then absent ones.
         order = (~relative.layout.present).to(torch.uint8).argsort(dim=1, stable=True)
         index = order.argsort(dim=1).gather(1, index.expand(q.shape[0], -1))
     return [(relative.table, _classes(index, index, relative.table.shape[1]))], patches
 
 
 def _classes(query_places: Tensor, key_places: Tensor, num_classes: int) -> Tensor:
-    """Return ``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and
-    ``[B or 1, M]``.
+    """Return ``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``, for positions ``[B or 1, N]`` of
+    queries and ``[B or 1, M]`` of keys.
     """
     horizon = num_classes // 2
     return (key_places[:, None, :] - query_places[:, :, None]).clamp(-horizon, horizon) + horizon
 
 
 def _class_scores(features: Tensor, table: Tensor, classes: Tensor) -> Tensor:
-    """Return ``features_i.table_c`` of each pair's class c: ``[B, h, N, d]``, ``[h or 1, C, d]`` to
-    ``[B, h, N, M]``.
+    """Return ``features_i.table_c`` for the class c of each pair, ``[B, h, N, M]``, from features
+    ``[B, h, N, d]`` and a table ``[h or 1, C, d]``.
     """
     scores = features @ table.mT
     return scores.gather(-1, classes[:, None].expand(scores.shape[0], scores.shape[1], -1, -1))
@@ -399,8 +395,9 @@ def _class_scores(features: Tensor, table: Tensor, classes: Tensor) -> Tensor:
 def _table_weights(
     phi_q: Tensor, table: Tensor, classes: Tensor, pairs: Tensor, mean: bool
 ) -> Tensor:
-    """Return the weights of one table, 0 outside ``pairs [B or 1, N, M]``; ``mean`` divides by the
-    number of pairs of each class.
+    """Return the weights of one table, 0 outside ``pairs [B or 1, N, M]``.
+
+    With ``mean``, divide each weight by the number of keys in its class.
     """
     weights = torch.where(pairs[:, None], _class_scores(phi_q, table, classes), 0.0)
     if not mean:

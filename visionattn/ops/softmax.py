@@ -1,7 +1,7 @@
 """Softmax attention, exact and quadratic: the baseline of the linear forms.
 
-This module decides which pairs take part and places the tokens of a layout in the bias.
-``relative_scores`` computes the scores of relative position; softmax and products are PyTorch's.
+This module computes the mask of pairs and the bias of relative position, from the scores that
+``relative_scores`` returns. Softmax and products are PyTorch's.
 """
 
 import torch
@@ -17,17 +17,16 @@ from visionattn.ops.position.relative_position import Flat, Joint, RelativePosit
 
 
 def _flat_bias(q: Tensor, table: Tensor, num_keys: int, prefix: int = 0) -> Tensor:
-    """Return ``q . r`` along the sequence, ``[B, h, P + N, P + M]`` for ``q [B, h, N, d]``: a grid
-    of one row.
+    """Return ``q . r`` along the sequence, ``[B, h, P + N, P + M]`` for ``q [B, h, N, d]``.
+
+    The sequence is treated as a grid of one row.
     """
     return relative_scores(q.unsqueeze(2), table.unsqueeze(1), 1, num_keys, prefix)
 
 
 def _axis_bias(q: Tensor, table: Tensor) -> Tensor:
-    """Return ``q . r`` of each pair of places on the last axis, ``[B, h, X, N, N]`` for
-    ``q [B, h, X, N, d]``.
-
-    X is a batch axis.
+    """Return ``q . r`` of each pair of queries in the same row, ``[B, h, X, N, N]`` for
+    ``q [B, h, X, N, d]`` with X rows of N.
     """
     batch, lines = q.shape[0], q.shape[2]
     return (
@@ -49,7 +48,7 @@ def _patch_bias(q: Tensor, relative: RelativePosition, prefix: int) -> Tensor:
         return relative_scores(q, relative.table * scale, height, width, prefix)
     rows = _axis_bias(q.transpose(2, 3), relative.rows * scale).transpose(2, 3)
     columns = _axis_bias(q, relative.columns * scale)
-    # Contiguous, so that the sum is too and flattening copies nothing.
+    # Contiguous operands give a contiguous sum, which ``flatten`` does not copy.
     scores = rows.contiguous().unsqueeze(5) + columns.contiguous().unsqueeze(4)
     return _add_prefix(scores.flatten(4, 5).flatten(2, 3), prefix)
 
@@ -60,8 +59,8 @@ def _add_prefix(bias: Tensor, prefix: int) -> Tensor:
 
 
 def relative_bias(q: Tensor, relative: RelativePosition, num_keys: int) -> Tensor:
-    """Return ``q_i . r_class(i,j) / sqrt(d)``, dense: ``[B, h, N, M]``; 0 for pairs with a prefix
-    token.
+    """Return the dense bias ``q_i . r_class(i,j) / sqrt(d)``, ``[B, h, N, M]``; 0 for pairs with a
+    prefix token.
 
     Args:
         q: ``[B, h, N, d]``.
@@ -104,18 +103,18 @@ def softmax_attention(
 ) -> Tensor:
     """Compute ``softmax((q k^T + q r^T) / sqrt(d)) v`` through ``F.scaled_dot_product_attention``.
 
-    Time is quadratic. Memory is quadratic too with a relative position or its gradient.
+    Time is quadratic in the number of tokens; with a relative position, memory is quadratic too.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``.
         causal: query i attends to keys 0 to i, in token order (also with a layout); queries from M
             on attend to all keys.
-        relative: signed tables; ``normalization`` has no meaning here. ``Flat`` without a layout
-            allows any N and M: with ``R >= max(N, M) - 1`` each offset has its own entry; offsets
-            beyond a smaller R share the outermost entries.
+        relative: signed tables; ``normalization`` must be "sum", its default. ``Flat`` without a
+            layout allows any N and M. With ``R >= max(N, M) - 1`` each offset has its own entry;
+            offsets beyond a smaller R use the outermost entries.
         key_mask: bool ``[B, M]``, True takes part. A query without keys gets 0, with zero gradient.
-            Contents of masked keys have no effect, NaN and inf included. Neither have contents of
-            later tokens, on a CPU outside of compiled graphs.
+            Contents of masked keys have no effect, NaN and inf included. On a CPU outside of
+            compiled graphs, this also holds for tokens that causal attention hides.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: random generator for value_drop.
@@ -125,7 +124,7 @@ def softmax_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a layout with another number of
-            tokens than N or M, or a normalization other than the default.
+            tokens than N or M, or a normalization other than "sum".
 
     Source: Vaswani et al. 2017, eq. 1; Ukhov, relative attention, eq. 1, where offsets run from
     future to past.
@@ -137,13 +136,13 @@ def softmax_attention(
     relative, key_mask = mask_absent(relative, key_mask)
     if key_mask is not None:
         k, v = (masked(x, key_mask) for x in (k, v))
-    q, k, v, spoilt = finite_inputs(q, k, v, causal)
+    q, k, v, nan_term = finite_inputs(q, k, v, causal)
     mask, empty = None, None
     if key_mask is not None or (causal and relative is not None):
         mask = _visible(q, k, causal, key_mask)
         if key_mask is not None:
-            # A query without keys attends to all of them instead, and its output is set to 0: this
-            # avoids 0/0 in both directions.
+            # A query without keys attends to all of them, and its output is then set to 0. This
+            # avoids 0/0 forward and backward.
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
     if relative is not None:
@@ -154,5 +153,5 @@ def softmax_attention(
     out = F.scaled_dot_product_attention(
         q, k.to(q.dtype), v_kept, attn_mask=mask, is_causal=causal and mask is None
     )
-    out = out if spoilt is None else out + spoilt
+    out = out if nan_term is None else out + nan_term
     return (out if empty is None else out.masked_fill(empty, 0)).to(v.dtype)

@@ -1,8 +1,8 @@
 """Keys and values reduced to a state of constant size.
 
 States of disjoint keys add, so a sequence may arrive in pieces, from several devices, or token by
-token. Attention with a state covers every key in it. The relative term needs the places of keys and
-is not available.
+token. Attention with a state covers every key in it. A state has no relative term, which would need
+the positions of the keys.
 
 Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (Nauen et al. 2024),
 "Efficient TaylorShift"; adding is ours.
@@ -45,14 +45,14 @@ class _Additive:
     """A state: sums over keys, and the options used to compute them."""
 
     SUMS: ClassVar[tuple[str, ...]]
-    """Names of the fields that add, in addition to the count."""
+    """Names of the fields that ``+`` adds; it also adds ``count``."""
 
     def __add__(self, other: Self) -> Self:
         """Return the state of the keys of both states.
 
         Raises:
-            ValueError: kind, shapes, dtype, device, feature map, temperature or coefficients
-                differ.
+            ValueError: the states differ in kind, shape, dtype, device, feature map, temperature or
+                coefficients.
         """
         if type(other) is not type(self):
             raise ValueError(f"expected a {type(self).__name__} to add, got {type(other).__name__}")
@@ -77,7 +77,8 @@ class _Additive:
 def _same(a: object, b: object) -> bool:
     """Return whether two options are equal.
 
-    ``torch.compile`` cannot compare entries: under it, tensors of one shape count as equal.
+    ``torch.compile`` cannot compare entries: in compiled graphs, tensors of equal shape, dtype and
+    device count as equal.
     """
     if a is b or not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return a is b or a == b
@@ -93,7 +94,7 @@ class KernelState(_Additive):
     Args:
         S: ``sum_j phi(k_j) v_j^T``, ``[B, h, f, e]``.
         Z: ``sum_j phi(k_j)``, ``[B, h, f]``.
-        count: number of keys that take part, int64 ``[B or 1, 1, 1]``: float32 could not count past
+        count: number of keys that take part, int64 ``[B or 1, 1, 1]``; float32 is exact only up to
             2^24.
         feature_map: name or object, as given to ``summarize``.
     """
@@ -110,7 +111,8 @@ class TaylorState(_Additive):
     """The state of TaylorShift; float32 (float64 for float64 inputs).
 
     Args:
-        S2: ``sum_j phi2(k_j) v_j^T``, ``[B, h, F, e]``, phi2 the packed products, without weights.
+        S2: ``sum_j phi2(k_j) v_j^T``, ``[B, h, F, e]``, with phi2 the packed products of
+            ``taylorshift_features.py``, not yet weighted.
         KV: ``sum_j k_j v_j^T``, ``[B, h, d, e]``.
         KK: ``sum_j k_j k_j^T``, ``[B, h, d, d]``.
         k_sum, v_sum: ``[B, h, d]`` and ``[B, h, e]``.
@@ -147,19 +149,18 @@ def summarize(
     """Reduce keys and values to a state. States of disjoint keys add.
 
     Args:
-        k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: the feature map or
-            the normalization is applied here.
+        k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as passed to the attention; this function
+            applies the feature map or the normalization.
         kind: "kernelized" or "taylorshift".
         feature_map: only for "kernelized"; None: "elu1". Not "softmax": its keys depend on each
             other.
-        temperature: only for "taylorshift", ``[h]``; normalizes keys now and queries later. None:
-            both are unchanged.
+        temperature: only for "taylorshift", ``[h]``; keys are normalized here, queries in
+            ``attend``. None: both are unchanged.
         coefficients: only for "taylorshift"; None: (0.5, 1, 1).
         key_mask: bool ``[B, M]``, True takes part.
 
-    A state of TaylorShift is used in its efficient form and has the same limits: without a
-    temperature, long queries orthogonal to long keys lose precision (see
-    ``taylorshift_attention``).
+    A state of TaylorShift has the precision of the efficient form: without a temperature, long
+    queries orthogonal to long keys lose precision (see ``taylorshift_attention``).
 
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, or an option of the other
@@ -221,18 +222,18 @@ def _taylor_state(
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
     if temperature is not None:
         k = unit(k)
-    # The sums are unweighted: the weights of the polynomial enter in ``attend``.
+    # ``attend`` applies the coefficients, so these sums are unweighted.
     s2 = feature_state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
     sums = s2, product(k.mT, v), product(k.mT, k), k.sum(2), v.sum(2)
     return TaylorState(*sums, key_counts(k, key_mask, dtype=torch.int64), temperature, coefficients)
 
 
 def attend(q: Tensor, state: State) -> Sums:
-    """Return the sums of the queries over all keys of the state; ``.divide()`` gives the output
-    ``[B, h, N, e]``.
+    """Return the weighted sums over all keys of the state for each query; ``.divide()`` gives the
+    output ``[B, h, N, e]``.
 
     Args:
-        q: ``[B, h, N, d]``, as given to the attention.
+        q: ``[B, h, N, d]``, as passed to the attention.
         state: the result of ``summarize`` or ``step``.
 
     Raises:
@@ -258,8 +259,8 @@ def _check_query(q: Tensor, state: State) -> None:
         (state.KV, state.KV.shape[2]) if isinstance(state, TaylorState) else (state.S, None)
     )
     if q.shape[:2] != sums.shape[:2] or (width is not None and q.shape[3] != width):
-        wanted = f"[{sums.shape[0]}, {sums.shape[1]}, N, {'d' if width is None else width}]"
-        raise ValueError(f"q: expected {wanted} of the state, got {tuple(q.shape)}")
+        expected = f"[{sums.shape[0]}, {sums.shape[1]}, N, {'d' if width is None else width}]"
+        raise ValueError(f"q: expected {expected} of the state, got {tuple(q.shape)}")
     if q.dtype == torch.float64 and sums.dtype != q.dtype:
         raise ValueError(f"q: expected {sums.dtype} like the state, or less, got {q.dtype}")
     if q.device != sums.device:
@@ -298,15 +299,15 @@ def step(
     Args:
         q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
         state: state of the earlier tokens; None: this is the first token.
-        kind, feature_map, temperature, coefficients: as in ``summarize``, only for the first token;
-            a state has its own.
+        kind, feature_map, temperature, coefficients: as in ``summarize``, only for the first token.
+            The state keeps them.
 
     Returns:
         out ``[B, h, 1, e]`` in the dtype of v, and the state with this token.
 
     Raises:
-        ValueError: more than one token, an option in addition to a state, or as ``summarize``,
-            ``+`` and ``attend``.
+        ValueError: q or k has more than one token, an option is given together with a state, or as
+            ``summarize``, ``+`` and ``attend``.
 
     Source: Katharopoulos et al. 2020, eq. 16 to 20.
     """
@@ -319,15 +320,15 @@ def step(
     options = dict(
         kind=kind, feature_map=feature_map, temperature=temperature, coefficients=coefficients
     )
-    given = [name for name, option in options.items() if option is not None]
+    given_options = [name for name, option in options.items() if option is not None]
     if state is None:
         state = summarize(k, v, **options | {"kind": kind or "kernelized"})
     elif not isinstance(state, State):
         raise ValueError(
             f"state: expected a KernelState, a TaylorState or None, got {type(state).__name__}"
         )
-    elif given:
-        raise ValueError(f"step: a state has its own options; remove {', '.join(given)}")
+    elif given_options:
+        raise ValueError(f"step: a state has its own options; remove {', '.join(given_options)}")
     elif isinstance(state, KernelState):
         state = state + summarize(k, v, feature_map=state.feature_map)
     else:

@@ -1,15 +1,16 @@
 """Attention of a strip of grid rows, from short summaries of all other rows.
 
-A query needs only sums over far keys: the state of the content (``summarize``), and for relative
-position the sum of the values of each class. So attention of a strip is exact with the state of all
-tokens, a halo of R - 1 rows of values on either side, and the sums of the rows beyond. These sums
-start from one side and are never differences.
+Far keys enter the attention of a query only through sums: the state of the content
+(``summarize``), and for relative position the sum of the values of each class. So three inputs give
+the exact attention of a strip: the state of all tokens, the values of the strip and of a halo of
+R - 1 rows on either side, and the sums of the rows beyond the halo. Each sum runs from one end of
+the grid; none is a difference.
 
     rows of the grid    0 ........ first - a | .. first .. last .. | last + b ........ H - 1
     inputs of a strip   one sum, ``above``   |     values          |   one sum, ``below``
 
-This module owns the inputs of a strip and the resulting sums; the caller distributes and transfers
-rows. Everything is differentiable. Prefix tokens have only the content term: ``attend``.
+This module defines the inputs of a strip and computes the attention; the caller distributes and
+transfers rows. Everything is differentiable. Prefix tokens have only the content term: ``attend``.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Strip(NamedTuple):
         return self.last - self.first
 
     def with_halo(self, rows: int) -> "Strip":
-        """Return the strip with this many more rows on either side, within the grid."""
+        """Return the strip extended by ``rows`` rows on either side, within the grid."""
         first, last = max(0, self.first - rows), min(self.grid.height, self.last + rows)
         return Strip(self.grid, first, last)
 
@@ -61,11 +62,11 @@ class SeenRows:
     """The values that ``Joint``, or ``Flat`` with a layout, needs for a strip.
 
     Args:
-        values: ``[B, h, rows, W, e]``, rows of the strip and its halo (``Strip.with_halo``). For
-            ``Flat`` ``[B, h, n, e]``, the strip's patches and up to R - 1 patches before and after
-            them in the sequence.
-        above, below: ``[B, h, W, e]`` (``Flat``: ``[B, h, e]``), the sums of all rows or patches
-            before and after these; None if there are none.
+        values: for ``Joint`` ``[B, h, rows, W, e]``, the rows of the strip and its halo
+            (``Strip.with_halo``); for ``Flat`` ``[B, h, n, e]``, the strip's patches and up to
+            R - 1 patches before and after them in the sequence.
+        above, below: ``[B, h, W, e]`` (``Flat``: ``[B, h, e]``), the sums of all rows (patches)
+            before and after ``values``; None if there are none.
     """
 
     values: Tensor
@@ -90,14 +91,15 @@ Seen = SeenRows | SeenLines
 
 
 def _reach(relative: Joint | Flat) -> int:
-    """Return the number of rows, or patches along the sequence, that a query sees individually on
-    either side.
+    """Return the number of rows (``Flat``: patches along the sequence) on either side whose values
+    a query needs individually.
     """
     return max(0, relative.table.shape[1] // 2 - 1)
 
 
 def halo_of(relative: RelativePosition | None) -> int:
-    """Return the number of halo rows on either side, whose values queries see individually.
+    """Return the number of halo rows on either side of a strip: rows whose values queries need
+    individually.
 
     For ``Flat`` it is the number of rows that hold R - 1 patches.
     """
@@ -108,7 +110,9 @@ def halo_of(relative: RelativePosition | None) -> int:
 
 
 def seen_span(relative: Joint | Flat, strip: Strip) -> slice:
-    """Return the rows of the grid (``Flat``: the patches) that a strip sees individually."""
+    """Return the rows of the grid (``Flat``: the patches) whose values a strip needs
+    individually.
+    """
     if isinstance(relative, Joint):
         whole = strip.with_halo(halo_of(relative))
         return slice(whole.first, whole.last)
@@ -129,11 +133,11 @@ def strip_attention(
     The result equals the attention of the whole grid, up to rounding.
 
     Args:
-        q: ``[B, h, n, d]``, the queries of the strip's patches, row by row, as given to the
-            attention; without relative position any queries, prefix tokens included.
+        q: ``[B, h, n, d]``, the queries of the strip's patches, row by row, as passed to the
+            attention. Without relative position any queries, prefix tokens included.
         state: state of all keys, prefix tokens included.
-        relative: relative position of the whole grid, with all patches present.
-        strip: the rows, needed for relative position.
+        relative: relative position of the whole grid, with all patches present; None: content only.
+        strip: the rows; needed with relative position.
         seen: the values for relative position: ``SeenRows`` for ``Joint`` and ``Flat``,
             ``SeenLines`` for ``Axial``.
 
@@ -142,9 +146,9 @@ def strip_attention(
     """
     mean, mass = _mean(q, state, relative, strip, seen)
     if isinstance(state, KernelState) and state.feature_map == "elu1" and is_tiny(mass):
-        high = raised(q, (3,))
-        if high is not q:
-            mean, _ = _mean(high, state, relative, strip, seen)
+        raised_q = raised(q, (3,))
+        if raised_q is not q:
+            mean, _ = _mean(raised_q, state, relative, strip, seen)
     return mean
 
 
@@ -155,7 +159,7 @@ def _mean(
     strip: Strip | None,
     seen: Seen | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean and the mass of the content."""
+    """Return the weighted mean under all terms, and the mass of the content term."""
     content = attend(q, state)
     if relative is None:
         return content.divide(), content.mass
@@ -173,22 +177,22 @@ def strip_sums(
     Args:
         q: ``[B, h, n, d]``, float32 or float64, the dtype of the sums.
         seen, relative, strip: see ``strip_attention``.
-        total: number of keys that each query sees, ``[1, 1, 1]``, prefix tokens included; with
-            "mean", the sums are means times this number.
+        total: number of keys that each query sees, ``[1, 1, 1]``, prefix tokens included. With
+            "mean", each class contributes its mean times this number.
     """
     factor = total.unsqueeze(3) if relative.normalization == "mean" else None
-    of_kind = _axial_sums if isinstance(seen, SeenLines) else _sums_of_classes
-    return of_kind(q, seen, relative, strip, factor)
+    sums_of_kind = _axial_sums if isinstance(seen, SeenLines) else _sums_of_classes
+    return sums_of_kind(q, seen, relative, strip, factor)
 
 
 def _sums_of_classes(
     q: Tensor, seen: SeenRows, relative: Joint | Flat, strip: Strip, factor: Tensor | None
 ) -> Sums:
-    """Return the sums over classes, with the sums of far rows as one extra row before and one after
-    the halo.
+    """Return the sums over classes for ``Joint`` and ``Flat``.
 
-    For the strip, an extra row belongs to the same classes as the rows that it sums. ``Flat`` works
-    along the sequence of patches: a grid of one row.
+    The sums ``above`` and ``below`` become one extra row of values before and one after the halo.
+    For queries of the strip, an extra row has the classes of the rows that it sums. ``Flat`` treats
+    the sequence of patches as a grid of one row.
     """
     table, halo, (height, width) = (
         relative.table.to(q.dtype),
@@ -210,7 +214,7 @@ def _sums_of_classes(
     rows, columns = (axis_counts(*axis, q.dtype, q.device).T for axis in axes)
     counts = (rows[:, None, :, None] * columns[None, :, None, :]).flatten(2).unsqueeze(0)
     counts = counts.narrow(dim - 1, own.start, own.stop - own.start)
-    # Zero queries fill the other rows; their results are dropped.
+    # Pad the queries to the rows of the values; results of padding are dropped.
     pad = (0, 0) * (4 - dim) + (before, behind)
     queries, counts = F.pad(q.unflatten(2, shape), pad), F.pad(counts, pad)
     classes = queries, table.flatten(1, 2), torch.cat(values, dim), counts, factor, *horizons
@@ -237,30 +241,34 @@ def _line_sums(
 ) -> Tensor:
     """Return the sums of one axis, with the mass as last column, ``[B, h, lines, n, e + 1]``.
 
+    A line is a row of the grid, or a column.
+
     Args:
         q: ``[B, h, lines, n, d]``, the queries of some lines.
         table: ``[h or 1, 2R+1, d]``.
         sums: sums of the values of each line of the grid, ``[B, h, L, e]``.
         keys: number of patches in a line.
-        lines: the lines of the queries, out of L.
-        factor: with "mean", the number of all keys, ``[1, 1, 1, 1]``.
+        lines: which of the L lines the queries are in.
+        factor: with "mean", the number of all keys, ``[1, 1, 1, 1]``; else None.
     """
     length = sums.shape[2]
     horizon = min(table.shape[1] // 2, length)  # no line is further away than L - 1
     middle = table.shape[1] // 2
     table = table[:, middle - horizon : middle + horizon + 1]
-    # The number of keys is an extra column of the values: the mass is its sum.
+    # A last column with the number of keys gives the mass.
     x = torch.cat([sums, sums.new_full((*sums.shape[:3], 1), keys)], 3)
     of_lines = RowClasses(x.flatten(0, 1), horizon)
-    size = max(1, LINE_ELEMENTS // (q.shape[1] * (2 * horizon + 1) * (q.shape[3] + x.shape[3])))
-    found = []
-    for part in chunks(lines.stop - lines.start, size):
-        there = slice(lines.start + part.start, lines.start + part.stop)
-        classes = of_lines.load(there).unflatten(0, x.shape[:2])
+    lines_at_once = max(
+        1, LINE_ELEMENTS // (q.shape[1] * (2 * horizon + 1) * (q.shape[3] + x.shape[3]))
+    )
+    sums_of_lines = []
+    for part in chunks(lines.stop - lines.start, lines_at_once):
+        part_lines = slice(lines.start + part.start, lines.start + part.stop)
+        classes = of_lines.load(part_lines).unflatten(0, x.shape[:2])
         if factor is not None:
             counts = classes[..., -1:]
             scale = torch.where(counts > 0, factor.unsqueeze(4) / counts.clamp(min=1), 0)
             classes = classes * scale
         weights = elu1(q[:, :, part]) @ table[:, None].mT
-        found.append(weights @ classes)
-    return torch.cat(found, 2)
+        sums_of_lines.append(weights @ classes)
+    return torch.cat(sums_of_lines, 2)

@@ -1,13 +1,13 @@
-"""Window attention: exact softmax among the patches of each window of a grid, linear in the
-patches.
+"""Window attention: exact softmax within each window of a grid, linear in the number of patches.
 
-This module places the windows and decides which tokens see each other. It computes results and
-gradients window by window, with a few windows in memory at a time. ``relative_scores`` computes the
-scores of relative position; the forward softmax is PyTorch's ``scaled_dot_product_attention``.
+This module cuts the grid into windows and decides which tokens attend to each other. Results and
+gradients are computed window by window, with a few windows in memory at a time. ``relative_scores``
+computes the scores of relative position; the forward softmax is PyTorch's
+``scaled_dot_product_attention``.
 
-No window is padded. The windows of a grid fall into at most nine groups of equal size: inner
-windows, and smaller ones at the borders. A grid of 5 x 9 with windows of 4, on the right shifted by
-half a window:
+No window is padded. Windows at the borders are smaller, so there are at most nine groups of windows
+of equal size. A grid of 5 x 9 with windows of 4, with one letter per group; on the right the
+windows are shifted by half a window:
 
     a a a a b b b b c        a a b b b b c c c
     a a a a b b b b c        a a b b b b c c c
@@ -40,16 +40,17 @@ from visionattn.ops.position.relative_position import Axial, Flat, Joint, Relati
 WINDOW_SIZE = 7
 """Default number of patches along a side of a window, as in Swin."""
 CACHED_ELEMENTS = 1 << 19
-"""Number of scores in memory at a time on a CPU, so that they stay in cache."""
+"""Maximum number of scores in memory at a time on a CPU, so that they stay in cache."""
 ELEMENTS_AT_ONCE = 1 << 26
-"""The same for other devices, where each piece is one launch."""
+"""Maximum number of scores in memory at a time on other devices, where a piece is one launch."""
 WINDOWS_AT_ONCE = 1 << 15
-"""Maximum number of windows in one call of PyTorch's attention: GPUs allow 65,535."""
+"""Maximum number of windows in one call of PyTorch's attention; GPUs allow 65,535."""
 
 
 class _Piece(NamedTuple):
-    """Adjacent windows of equal size, of some images. Without ``rows``: the prefix tokens, which
-    see all tokens.
+    """Adjacent windows of equal size in some images.
+
+    If ``rows`` is None, the piece is the prefix tokens, which attend to all tokens.
     """
 
     images: slice
@@ -70,15 +71,15 @@ class _Piece(NamedTuple):
         return x.permute(0, 2, 4, 1, 3, 5, 6)
 
     def queries(self, x: Tensor) -> Tensor:
-        """Return ``[windows, h, height * width, c]``."""
+        """Return the queries of each window, ``[windows, h, height * width, c]``."""
         if self.rows is None:
             return x[self.images, :, : self.prefix]
         return self.view(x).flatten(0, 2).flatten(2, 3)
 
     def keys(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return a copy of the keys that each window sees, ``[windows, h, P + height * width, c]``.
+        """Return a copy of the keys of each window, ``[windows, h, P + height * width, c]``.
 
-        Prefix tokens come first, then the window's patches. Keys outside ``seen`` are 0.
+        Prefix tokens come first, then the patches of the window. Keys outside ``seen`` are 0.
         """
         if self.rows is None:
             keys = x[self.images].clone()
@@ -105,7 +106,7 @@ class _Piece(NamedTuple):
         return scores[:, :, self.prefix :]
 
     def add(self, x: Tensor, total: Tensor, prefix: int = 0) -> None:
-        """Add results of queries, or of keys with their ``prefix``, to
+        """Add ``x``, laid out like ``queries`` (``prefix`` 0) or like ``keys``, to
         ``total [B, h, P + H*W, c]``.
         """
         if self.rows is None:
@@ -119,10 +120,9 @@ class _Piece(NamedTuple):
 
 
 def _segments(length: int, window: int, shifted: bool) -> list[tuple[int, int, int]]:
-    """Cut an axis into windows: return begin, end and window size of each run of equal windows.
+    """Cut an axis into windows; return begin, end and window size for each run of equal windows.
 
-    Window borders do not depend on the length, so absent patches at the end of an axis change
-    nothing.
+    Window borders count from the beginning and do not depend on the length.
     """
     first = min(window // 2, length) if shifted else 0
     inner = first + (length - first) // window * window
@@ -131,7 +131,9 @@ def _segments(length: int, window: int, shifted: bool) -> list[tuple[int, int, i
 
 
 def _pieces(q: Tensor, height: int, width: int, window: int, shifted: bool) -> Iterator[_Piece]:
-    """Yield all windows of ``q [B, h, P + H*W, d]``, in pieces that respect the limit on scores."""
+    """Yield all windows of ``q [B, h, P + H*W, d]``, in pieces within the limits on scores and
+    windows, and then the prefix tokens.
+    """
     batch, heads, tokens = q.shape[:3]
     prefix = tokens - height * width
     most = CACHED_ELEMENTS if q.device.type == "cpu" else ELEMENTS_AT_ONCE
@@ -150,13 +152,13 @@ def _pieces(q: Tensor, height: int, width: int, window: int, shifted: bool) -> I
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None) -> Tensor:
-    """Return ``softmax(q k^T / sqrt(d) + bias) v`` over the keys in ``seen``; 0 without any. Other
-    values must be 0.
+    """Return ``softmax(q k^T / sqrt(d) + bias) v`` over the keys in ``seen``; 0 without any.
+
+    Values outside ``seen`` must be 0.
     """
     if seen is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    # A query without keys sees all of them instead. Their values are 0, so the result is 0 and not
-    # 0/0.
+    # A query without keys attends to all of them. Their values are 0, so its result is 0, not 0/0.
     mask = seen | ~seen.any(-1, keepdim=True)
     if bias is not None:
         mask = bias.masked_fill(~mask, float("-inf"))
@@ -166,10 +168,10 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor 
 def _softmax_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``_softmax`` with respect to q, k, v and the scores, and q with
-    unused rows set to 0.
+    """Return the gradients of ``_softmax`` with respect to q, k, v and the scores, and q.
 
-    A row is unused if the query's result receives no gradient.
+    If a gradient or q has NaN or inf, rows of q whose result receives no gradient are returned
+    as 0.
     """
     scale = q.shape[3] ** -0.5
     weights = torch.matmul(q * scale, k.mT)
@@ -184,7 +186,8 @@ def _softmax_backward(
     d_scores = weights * (d_scores - (weights * d_scores).sum(-1, keepdim=True))
     idle = None
     if not is_known_finite(d_scores, q):
-        # Such a query, or a key that only such queries see, may hold anything.
+        # A query without upstream gradient may hold anything, and so may keys that only such
+        # queries see.
         idle = (grad == 0).all(-1, keepdim=True)
         q = q.masked_fill(idle, 0)
         weights, d_scores = (x.masked_fill_(idle, 0) for x in (weights, d_scores))
@@ -196,8 +199,9 @@ def _softmax_backward(
 
 
 def _flops(q, v, table, height: int, width: int, window: int, shifted: bool, *, backward: bool):
-    """Count the products of visible pairs and of relative position; the backward pass recomputes
-    the scores.
+    """Count the products of visible pairs and of relative position.
+
+    The backward pass includes the recomputed scores.
     """
     (batch, heads, tokens, d), e, prefix = q, v[3], q[2] - height * width
     pairs, relative = prefix * tokens, 0
@@ -227,12 +231,14 @@ def windows(
     window: int,
     shifted: bool,
 ) -> Tensor:
-    """Return the means of v, ``[B, h, P + H*W, e]``; autograd saves only the inputs.
+    """Return the output of window attention, ``[B, h, P + H*W, e]``; autograd saves only the
+    inputs.
 
     Args:
-        q, k, v: ``[B, h, P + H*W, d or e]`` of one dtype, patches row by row.
-        table: signed, ``[h or 1, 2Ry+1, 2Rx+1, d]``.
-        visible: bool ``[B, P + H*W]``, the tokens that take part as keys.
+        q, k, v: ``[B, h, P + H*W, d]``, twice, and ``[B, h, P + H*W, e]``, of one dtype, patches
+            row by row.
+        table: signed, ``[h or 1, 2Ry+1, 2Rx+1, d]``; None: no relative position.
+        visible: bool ``[B, P + H*W]``, the tokens that take part as keys; None: all.
         height, width: H, W.
         window: patches along a side of a window.
         shifted: begin with half a window.
@@ -263,26 +269,26 @@ def windows_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``windows`` with respect to q, k, v and the table (empty if None).
 
-    The weights are recomputed window by window, in float32 or wider.
+    Weights are recomputed window by window, in float32 or wider.
     """
     wide, scale = accumulation_dtype(q), q.shape[3] ** -0.5
     d_q, d_k, d_v = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     d_table = q.new_zeros(0 if table is None else table.shape, dtype=wide)
-    some = d_q.numel() and d_v.numel()
-    for piece in _pieces(q, height, width, window, shifted) if some else ():
-        queries, above = (piece.queries(x).to(wide) for x in (q, grad))
+    nonempty = d_q.numel() and d_v.numel()
+    for piece in _pieces(q, height, width, window, shifted) if nonempty else ():
+        queries, upstream = (piece.queries(x).to(wide) for x in (q, grad))
         seen = piece.seen(visible)
         keys, values = (piece.keys(x, seen).to(wide) for x in (k, v))
         bias = piece.bias(queries, table)
-        own = _softmax_backward(above, queries, keys, values, bias, seen)
-        own_q, own_k, own_v, d_scores, queries = own
+        grads = _softmax_backward(upstream, queries, keys, values, bias, seen)
+        own_q, own_k, own_v, d_scores, queries = grads
         if bias is not None:
             d_scores, side = d_scores[..., piece.prefix :] * scale, piece.side
-            more, of_table = relative_scores_backward(
+            relative_q, more_table = relative_scores_backward(
                 d_scores, queries.unflatten(2, side), table.to(wide), *side, 0
             )
-            own_q += more.flatten(2, 3)
-            d_table += of_table
+            own_q += relative_q.flatten(2, 3)
+            d_table += more_table
         piece.add(own_q, d_q)
         piece.add(own_k, d_k, piece.prefix)
         piece.add(own_v, d_v, piece.prefix)
@@ -304,8 +310,8 @@ def _check(layout: TokenLayout | None, relative: RelativePosition | None, window
     if isinstance(relative, Flat):
         raise ValueError("relative: expected Joint or Axial for windows on a grid, got Flat")
     if (layout is None) == (relative is None):
-        said = "neither" if layout is None else "both"
-        raise ValueError(f"expected layout, or relative, which has its own, got {said}")
+        got = "neither" if layout is None else "both"
+        raise ValueError(f"expected layout, or relative, which has its own, got {got}")
     if relative is not None and relative.normalization != "sum":
         raise ValueError('normalization="mean" is undefined for a softmax; use "sum"')
     check_window_size(window_size)
@@ -320,7 +326,9 @@ def check_window_size(window_size: int) -> None:
 
 
 def _completed(x: Tensor, layout: TokenLayout) -> Tensor:
-    """Insert 0 at missing patches: ``[B, h, P + n, c]`` to ``[B, h, P + H*W, c]``."""
+    """Return ``x [B, h, P + n, c]`` on the whole grid, ``[B, h, P + H*W, c]``, with 0 for missing
+    patches.
+    """
     return torch.cat([x[:, :, : layout.num_prefix], layout.on_grid(x).flatten(2, 3)], 2)
 
 
@@ -343,25 +351,26 @@ def window_attention(
     to all tokens.
 
     Windows begin at the top left; at the bottom and right borders they are as large as the grid
-    allows. Time and memory are linear in the patches: each patch has at most ``P + window_size^2``
-    keys. Only the weights of a few windows are in memory at a time, forward and backward. With 6
-    heads of width 64 and float32, peak memory is 13 MiB above the result; in a training step it is
-    39 MiB above result and gradients. Both hold for 4,096 and 16,384 patches (measured with torch's
-    profiler on a CPU).
+    allows. Time is linear in the number of patches: each patch has at most ``P + window_size^2``
+    keys. The weights of a few windows are in memory at a time, forward and backward. With 6 heads
+    of width 64 in float32, peak memory is 13 MiB above the result; in a training step it is 39 MiB
+    above result and gradients. Both figures hold for 4,096 and for 16,384 patches (measured with
+    torch's profiler on a CPU).
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, N, d]``, ``[B, h, N, e]`` with N tokens of the layout.
         window_size: patches along a side of a window.
         shifted: the first window of each axis has half a side, ``window_size // 2`` patches.
             Alternating with unshifted windows, it connects patches across window borders.
-        layout: the places of the tokens, and which are missing or absent; only without
-            ``relative``, which has its own.
+        layout: the grid positions of the tokens, and which are missing or absent. Needed without
+            ``relative``, refused with it, because ``relative`` has a layout.
         relative: signed tables; offsets within a window use the middle entries. With
-            ``R >= window_size - 1`` each offset has its own entry. ``normalization`` has no
-            meaning.
+            ``R >= window_size - 1`` each offset has its own entry. ``normalization`` must be "sum",
+            its default.
         key_mask: bool ``[B, N]``, True takes part. A query without keys gets 0, with zero gradient.
             Contents of masked keys, absent patches and other windows have no effect, NaN and inf
-            included. Neither has a query whose result receives no gradient.
+            included. In the backward pass this also holds for queries whose result receives no
+            gradient.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: random generator for value_drop.
@@ -371,7 +380,7 @@ def window_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a layout with another number of
-            tokens than N, no layout or two, ``Flat``, or a normalization other than the default.
+            tokens than N, no layout or two, ``Flat``, or a normalization other than "sum".
 
     Source: Liu et al. 2021 (Swin), section 3.2, with the relative position of Shaw et al. 2018, eq.
     5, in place of its bias, and smaller windows at the borders in place of its cyclic shift; prefix

@@ -1,7 +1,7 @@
 """Requirements of all kernels on machine and inputs, and the decision of ``impl="auto"``.
 
-Each operation defines in its own ``*_triton.py`` the widths and options that its kernels support.
-Nothing here imports Triton, and nothing depends on N.
+The ``*_triton.py`` of each operation defines the widths and options that its kernels support. This
+module does not import Triton, and its decisions do not depend on N.
 """
 
 import os
@@ -18,15 +18,14 @@ from visionattn.ops.gpu.launch import capability
 CAPABILITIES = ("8.0", "9.0", "10.0")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Widest = Mapping[int, tuple[int, int]]
-"""The largest d and e of an operation, by the bits of an element."""
+"""The largest d and e of an operation, by bits per element."""
 
 
 def takes_kernels(impl: str, q: Tensor, why_not: Callable[[], str | None]) -> bool:
-    """Return whether the kernels run: "eager" never, "auto" on a GPU that supports the inputs,
-    "triton" always.
+    """Return whether to run the kernels.
 
     Args:
-        impl: "auto", "eager" or "triton".
+        impl: "eager": never; "auto": on a GPU, if the kernels support the inputs; "triton": always.
         why_not: returns the reason against the kernels for these inputs, or None; called only if
             needed.
 
@@ -46,16 +45,16 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def why_not(operation: str, widest: Widest, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return the reason against an operation's kernels on this machine, for these dtypes and
-    widths, in one sentence; None if there is none.
+    """Return in one sentence why the kernels of an operation cannot run on this machine for these
+    dtypes and widths; None if they can.
     """
     return why_not_here(q.device, q.dtype) or _why_not_tensors(operation, widest, q, k, v)
 
 
 @torch.compiler.assume_constant_result
 def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason against all kernels on this machine. A compiler calls it once, while
-    tracing.
+    """Return why no kernels can run on this machine; None if they can. A compiler calls this once,
+    while tracing.
     """
     if not _has_triton():
         return "Triton is not installed; pip install triton"
@@ -96,9 +95,9 @@ def _has_triton() -> bool:
 
 
 def _triton_version() -> tuple[int, ...]:
-    """Return major and minor version.
+    """Return the major and the minor version.
 
-    Before 3.9, consecutive products on one accumulator could be wrong (Triton issue 10821).
+    Before 3.9, consecutive products into one accumulator may be wrong (Triton issue 10821).
     """
     return tuple(int(part) for part in version("triton").split(".")[:2])
 

@@ -1,9 +1,9 @@
-"""Kernel launches: block sizes from one table, and limits checked before a GPU is used. No Triton
-in here.
+"""Kernel launches: block sizes from one table, and a check of the grid. This module does not import
+Triton.
 
 ``launches.json`` in this folder has, for each kernel, one row per range of widths and element size.
-A section named after a compute capability applies to its GPUs, and "default" to all others.
-``python -m visionattn.lab.gpu.launch_tuning`` measures other rows on the local GPU.
+A section named after a compute capability applies to GPUs with this capability, and "default" to
+all others. ``python -m visionattn.lab.gpu.launch_tuning`` measures other rows on the local GPU.
 """
 
 import json
@@ -22,21 +22,21 @@ TABLE = Path(__file__).with_name("launches.json")
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 OCTET = 8
 NOT_OF_KERNELS = frozenset({"d", "e", "bits", "ctas"})
-"""Entries of a row that select it or say how many of its programs a multiprocessor holds; kernels
-do not get them.
+"""Entries of a row that are not passed to the kernel: the first three select the row, and ``ctas``
+is the number of programs that a multiprocessor holds at once.
 """
 ROUNDS = 8
-"""Maximum number of rounds in which the programs of a launch should run."""
+"""Maximum number of rounds in which the programs of a launch should run (see ``segments``)."""
 
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, object]]:
-    """Return the table, and a cache of values derived from it: every launch looks up its row."""
+    """Return the table, and a cache of values derived from it."""
     return json.loads(TABLE.read_text()), {}
 
 
 def forget() -> None:
-    """Make the next launch read the table again, after it or ``launch_row`` has changed."""
+    """Drop the table and all values derived from it; the next launch reads the table again."""
     _table.cache_clear()
 
 
@@ -46,7 +46,8 @@ def launching_with(
     run: Callable[..., None] | None = None,
     rows: Callable[..., dict[str, int]] | None = None,
 ) -> Iterator[None]:
-    """Change all launches of the process within the context, to count, compile or tune them.
+    """Within the context, change all launches of the process, to count, compile or tune them.
+
     Contexts may be nested.
 
     Args:
@@ -72,8 +73,8 @@ def launching_with(
 
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> str | None:
-    """Return the compute capability, such as "9.0"; None if the device is not a GPU, or only a fake
-    tensor is on it.
+    """Return the compute capability, such as "9.0"; None if the device is not a GPU, or if PyTorch
+    has no GPU (a fake tensor may name one).
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -83,10 +84,10 @@ def capability(device: torch.device) -> str | None:
 def launch_row(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """Return block sizes, warps and stages of a kernel: the row with the smallest widths that hold
-    ``d`` and ``e``.
+    """Return the block sizes, warps and stages of a kernel, from the row with the smallest widths
+    of at least ``d`` and ``e``.
 
-    The caller must not change it.
+    The caller must not change the result.
 
     Raises:
         ValueError: no row holds these widths.
@@ -97,16 +98,16 @@ def launch_row(
 def _row_of_table(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    return remembered(_given_row, kernel, d, e, dtype, device)  # type: ignore[return-value]
+    return remembered(_kernel_options, kernel, d, e, dtype, device)  # type: ignore[return-value]
 
 
-def _given_row(*asked) -> dict[str, int]:
-    return given_of(table_row(*asked))
+def _kernel_options(*key) -> dict[str, int]:
+    return given_of(table_row(*key))
 
 
 def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many programs of a kernel the GPU holds at once: ``ctas`` of its row (default 2)
-    times the number of multiprocessors.
+    """Return how many programs of a kernel the GPU holds at once: ``ctas`` of the kernel's row
+    (default 2) times the number of multiprocessors.
 
     Raises:
         ValueError: no row holds these widths.
@@ -118,7 +119,7 @@ def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: t
 def table_row(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """Return the row of the table with the smallest widths that hold ``d`` and ``e``.
+    """Return the row of the table with the smallest widths of at least ``d`` and ``e``.
 
     The section of the GPU has priority over the default section.
 
@@ -170,8 +171,8 @@ def _on_device_of(args: Sequence[object]) -> AbstractContextManager:
 
 
 def check_grid(name: str, grid: Sequence[int]) -> None:
-    """Raise ValueError for a grid beyond 2^31 - 1 programs on the first axis or 65,535 on
-    another.
+    """Raise ValueError for a grid of more than 2^31 - 1 programs on the first axis, or more than
+    65,535 on another.
     """
     if any(size > limit for size, limit in zip(grid, GRID_LIMITS, strict=False)):
         raise ValueError(
@@ -183,39 +184,40 @@ def check_grid(name: str, grid: Sequence[int]) -> None:
 def cdiv(size: int, block: int) -> int:
     """Return the number of blocks that hold ``size``.
 
-    Triton's own function works in kernels too, but takes four microseconds per call.
+    ``triton.cdiv`` takes four microseconds per call.
     """
     return -(-size // block)
 
 
 def block(width: int) -> int:
-    """Return the block size for a width: a power of two of at least 16, as matrix products need."""
+    """Return the block size for a width: the next power of two, at least 16 for matrix products."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the input precision of products in this dtype: three passes of tf32 for float32, with
-    errors of about 1e-6.
+    """Return the ``input_precision`` of ``tl.dot``: for float32 three passes of tf32, with errors
+    of about 1e-6.
     """
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
-def remembered(make: Callable[..., object], *asked: Hashable) -> object:
-    """Return ``make(*asked)``, cached until the table is read again, for values that depend only on
-    rows and sizes.
+def remembered(make: Callable[..., object], *arguments: Hashable) -> object:
+    """Return ``make(*arguments)``, which must depend only on the table and the arguments.
+
+    The value is cached until ``forget``.
     """
-    known = _table()[1]
-    place = make, asked
-    if place not in known:
-        known[place] = make(*asked)
-    return known[place]
+    cache = _table()[1]
+    cache_key = make, arguments
+    if cache_key not in cache:
+        cache[cache_key] = make(*arguments)
+    return cache[cache_key]
 
 
 def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
-    """Return the compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: row of the
-    table, widths, their blocks, and precision.
+    """Return the compile-time values of a kernel for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: its
+    row of the table, the widths, their block sizes, and the precision.
 
-    The caller must not change them.
+    The caller must not change the result.
     """
     return remembered(_options, kernel, q.shape[3], v.shape[3], q.dtype, q.device)  # type: ignore[return-value]
 
@@ -228,49 +230,49 @@ def _options(
 
 
 def octets(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of all axes but the last, in units of 8 elements, so that kernels know the
-    alignment of addresses.
+    """Return the strides of all axes but the last in octets, units of 8 elements, so that the
+    compiler knows the alignment of addresses.
     """
     return tuple([stride // OCTET for stride in x.stride()[:-1]])  # noqa: C409  half the time of a generator
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if kernels cannot read it directly.
+    """Return ``x``, or a contiguous copy if kernels cannot read it directly.
 
-    Kernels need a contiguous last axis and all other strides in whole octets.
+    Kernels need a contiguous last axis, and all other strides in whole octets.
     """
     *outer, last = x.stride()
     if last == 1 and gcd(OCTET, *outer) == OCTET:
         return x
-    apart = (stride for stride, size in zip(outer, x.shape[:-1], strict=True) if size > 1)
+    strides = (stride for stride, size in zip(outer, x.shape[:-1], strict=True) if size > 1)
     contiguous = last == 1 or x.shape[-1] == 1
-    return x if contiguous and not any(stride % OCTET for stride in apart) else x.contiguous()
+    return x if contiguous and not any(stride % OCTET for stride in strides) else x.contiguous()
 
 
 @lru_cache(maxsize=1024)
 def segments(tokens: int, programs: int, block_tokens: int, resident: int, least: int = 2) -> int:
-    """Return the number of parts into which to cut the tokens, one program per part.
+    """Return the number of segments into which to cut the tokens, one program per segment.
 
     Programs run in rounds of ``resident``, and a partly filled last round takes as long as the
-    others. Among the numbers of parts that fill one to eight rounds, this takes the one with the
-    fewest blocks of tokens in all rounds together. A part counts as two extra blocks for the fixed
-    work of a program, so that parts do not become too small.
+    others. Each candidate fills one to eight rounds; the result is the candidate with the fewest
+    blocks of tokens over all rounds. Each segment counts two extra blocks for the fixed work of a
+    program, so that segments do not become too small.
 
     Args:
         tokens: tokens of each program, before cutting.
         programs: number of programs without cutting.
         block_tokens: tokens in one step of a program.
         resident: number of programs that the GPU holds at once (``resident_programs``).
-        least: minimum number of steps per part.
+        least: minimum number of steps per segment.
     """
-    most = max(1, tokens // (least * block_tokens))
-    full = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))
-    candidates = {min(max(1, parts), most) for parts in full}
+    largest = max(1, tokens // (least * block_tokens))
+    filling = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))
+    candidates = {min(max(1, parts), largest) for parts in filling}
 
-    def blocks_in_turn(parts: int) -> int:
+    def total_blocks(parts: int) -> int:
         return -(-programs * parts // resident) * (-(-tokens // (parts * block_tokens)) + 2)
 
-    return min(sorted(candidates), key=blocks_in_turn)
+    return min(sorted(candidates), key=total_blocks)
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,6 @@
-"""Sums over the partial results of programs, in a fixed order, for deterministic results."""
+"""Sums over the partial results of programs, in a fixed order, so that results are
+deterministic.
+"""
 
 import triton.language as tl
 from torch import Tensor
@@ -9,7 +11,7 @@ from visionattn.ops.gpu.triton_helpers import kernel, sum_of_parts
 
 @kernel
 def _sums_of_parts(p_x, p_y, parts, size, BLOCK_P: tl.constexpr, BLOCK_X: tl.constexpr):
-    """Write the sum of one block of columns of ``[parts, size]``."""
+    """Write the sums over parts for one block of columns of ``[parts, size]``."""
     o_x = tl.program_id(0).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
     tl.store(p_y + o_x, sum_of_parts(p_x + o_x, size, parts, o_x < size, BLOCK_P), mask=o_x < size)
 

@@ -2,9 +2,9 @@
 and writing of rows, ``1 / mass``, sums of parts, feature maps, and half-precision operands.
 
 Names in kernels begin with ``p_`` for pointers, ``i_`` for program indices, ``o_`` for offsets,
-``m_`` for masks and ``b_`` for values in registers; capitals are compile-time sizes. Strides are
-passed in octets (``launch.octets``) and multiplied by 8 here, so that the compiler knows their
-alignment.
+``m_`` for masks and ``b_`` for values in registers; capitals are compile-time constants. Strides
+are passed in octets (``launch.octets``), and kernels multiply them by 8, so that the compiler knows
+the alignment.
 """
 
 import inspect
@@ -17,10 +17,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def kernel(function: Callable) -> Callable:
-    """Compile with ``triton.jit`` without specializing on numbers, so that one compilation serves
-    every N.
+    """Compile with ``triton.jit``, without specialization on numbers: one compilation serves every
+    N.
 
-    Parameters named ``p_...`` are pointers and are left as usual.
+    Parameters named ``p_...`` are pointers and keep Triton's specialization.
     """
     parameters = inspect.signature(function).parameters.values()
     numbers = [
@@ -59,16 +59,16 @@ def phi_slope(x, MAP: tl.constexpr):
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PER_ROW: tl.constexpr):
-    """Return ``x [rows, columns]`` in ``DTYPE`` as an operand of a product, and its unit, by which
-    ``in_units`` multiplies the product.
+    """Return ``x [rows, columns]`` in ``DTYPE`` as an operand of a product, and its unit: the
+    operand is ``x / unit``, and ``in_units`` multiplies the product by the unit.
 
-    Float16 loses precision below 6e-5 and holds nothing below 6e-8 or above 65,504. There the unit
-    scales the largest magnitude to 16: per row with PER_ROW (the unit is ``[rows]``), else overall.
-    A product of two such operands over 64 columns fits float16 again. Other dtypes have the range
-    of float32: their unit is 1.
+    Float16 loses precision below 6e-5 and has no numbers below 6e-8 or above 65,504. Its unit
+    scales the largest magnitude to 16: in each row with PER_ROW (the unit is ``[rows]``), else
+    overall. A product of two such operands over 64 columns fits float16 again. Other dtypes have
+    the range of float32, and their unit is 1.
     """
-    # Rows may differ by more than float16 spans. A left operand can have one unit per row, because
-    # the same row of the product removes it again.
+    # Magnitudes of rows may differ by more than the range of float16. A left operand may have a
+    # unit per row, because each row of the product comes from one row of it.
     if PER_ROW:
         unit = tl.full([x.shape[0]], 1.0, tl.float32)
         if tl.float16 == DTYPE:
@@ -93,10 +93,10 @@ def unit_of(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def in_larger_unit(b_sum, unit, x, DTYPE: tl.constexpr):
-    """Return a sum of products, its unit, and ``x [rows, columns]``, the next operand, all in one
-    unit that grows with x. Only float16 has units.
+    """Return a sum of products, its unit, and ``x [rows, columns]``, the next operand, rescaled to
+    one unit that is large enough for all of them. Only float16 has units.
 
-    There are no registers for a product next to its sum, which a separate unit would need.
+    With a unit for each product, a product would need registers in addition to the sum.
     """
     if tl.float16 == DTYPE:
         larger = tl.maximum(unit, unit_of(x, DTYPE))
@@ -107,7 +107,7 @@ def in_larger_unit(b_sum, unit, x, DTYPE: tl.constexpr):
 
 @triton.jit
 def parts(x, DTYPE: tl.constexpr):
-    """Return ``x`` in ``DTYPE``, and the rounding error, in ``DTYPE`` too."""
+    """Return ``x`` rounded to ``DTYPE``, and the rounding error in ``DTYPE``."""
     b_high = x.to(DTYPE)
     return b_high, (x - b_high.to(tl.float32)).to(DTYPE)
 
@@ -117,7 +117,7 @@ def high_and_low(x, DTYPE: tl.constexpr):
     """Return ``x [rows, columns]`` as two operands of ``DTYPE`` that add up to it, and their common
     unit, for ``product_of_both`` and ``in_units``.
 
-    They keep 16 bits of ``x`` in bfloat16 and 22 in float16. Float32 needs only the first.
+    Together they keep 16 bits of ``x`` in bfloat16 and 22 in float16. In float32 the second is 0.
     """
     unit = unit_of(x, DTYPE)
     if tl.float16 == DTYPE:
@@ -150,10 +150,10 @@ def in_units(product, unit, DTYPE: tl.constexpr):
 
 @triton.jit
 def program_of(parts, heads):
-    """Return four indices of this program: part of the tokens, head over all images, image, and
-    head within the image.
+    """Return four indices of this program: part of the tokens, head counted over all images, image,
+    and head within the image.
 
-    Programs of one head's parts are consecutive, so shared data stays in cache.
+    The programs of a head are consecutive, so data of the head stays in cache.
     """
     i_part, i_group = tl.program_id(0) % parts, tl.program_id(0) // parts
     return i_part, i_group, i_group // heads, i_group % heads
@@ -184,8 +184,8 @@ def read(
 ):
     """Read ``[rows, columns]``, starting from ``p``; columns from ``WIDTH`` on are 0.
 
-    With SOME, only the rows of ``m_rows`` are read and the others are 0; else all rows are read,
-    without a mask. AGAIN marks a repeated read: the rows come from cache and need not stay there.
+    With SOME, only the rows of ``m_rows`` are read and the others are 0. Without SOME, all rows are
+    read. AGAIN marks a repeated read: the rows come from cache and need not stay there.
     """
     p_rows = rows(p, o_rows, row_octets, o_columns)
     m_some = m_rows[:, None] & (o_columns < WIDTH)[None, :]
@@ -232,10 +232,9 @@ def inverse_mass(p_mass, o_rows, m_rows):
 
 @triton.jit
 def inverse_length(b_x):
-    """Return ``1 / max(|x|, 1e-6)`` of each row, float32 ``[rows]``.
+    """Return ``1 / max(|x|, 1e-6)`` of each row, float32 ``[rows]``; finite at 0.
 
-    Squares of float16 may overflow, so the norm is computed in float32. The guard applies to the
-    square: one instruction, and finite at 0.
+    The norm is computed in float32, because squares of float16 may overflow.
     """
     b_x = b_x.to(tl.float32)
     return tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), 1e-12))
@@ -243,7 +242,8 @@ def inverse_length(b_x):
 
 @triton.jit
 def sum_of_parts(p, part, parts, m, BLOCK_P: tl.constexpr):
-    """Return the sum over all parts of the values at ``p [X]``, ``part`` elements apart; float32.
+    """Return the sum over parts of the values at ``p [X]``, float32; parts are ``part`` elements
+    apart.
 
     BLOCK_P parts are read at once and added in a fixed order.
     """

@@ -1,3 +1,1 @@
-"""Kernelized attention: weights that are products of feature maps. Source: Katharopoulos et al.
-2020.
-"""
+"""Kernelized attention: weights are products of feature maps. Source: Katharopoulos et al. 2020."""

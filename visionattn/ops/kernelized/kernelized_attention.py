@@ -1,5 +1,5 @@
-"""Kernelized attention: weights ``phi(q_i) . phi(k_j)``, whose sums reduce the keys to one
-``d x e`` state.
+"""Kernelized attention: with weights ``phi(q_i) . phi(k_j)``, a state of ``d x e`` numbers replaces
+all keys and values.
 """
 
 from functools import partial
@@ -50,7 +50,7 @@ def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) ->
         )
     if relative is not None and relative.layout is not None and relative.layout.kept is not None:
         raise ValueError(
-            "causal: expected a layout of all patches in their order, got one with kept"
+            "causal: expected a layout of all patches in row-major order, got one with kept"
         )
 
 
@@ -74,18 +74,18 @@ def kernelized_attention(
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for
             float64 inputs).
         feature_map: "elu1", "relu", "softmax" (Shen: over features for q, over positions for k), or
-            an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``. A weight of
-            "elu1" is 0 if every sum of an entry of q and an entry of k is below -87 (float64:
-            -745), and a query without other weights gets 0. On a CPU, outside of compiled graphs,
-            these sums are relative to the largest entry of the query and, without ``causal`` and
-            ``relative``, to the largest entry of all keys.
+            an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``. With "elu1",
+            the weight of a pair underflows to 0 if ``q_c + k_c`` is below -87 (float64: -745) for
+            every column c; a query whose weights are all 0 gets 0. On a CPU, outside of compiled
+            graphs, the largest entry of the query is subtracted first. Without ``causal`` and
+            ``relative``, so is the largest entry of all keys of the head.
         causal: query i attends to keys ``j <= i``, queries from M on to all keys; not for
             "softmax", nor on a grid.
         relative: linear relative position; see ``position/relative_position.py``.
-        key_mask: bool ``[B, M]``, True takes part. A query without keys, or whose features match no
-            key, gets 0. Contents of masked keys and of later tokens have no effect, NaN and inf
-            included. For later tokens this excludes maps other than "elu1" and "relu" on
-            accelerators and in compiled graphs.
+        key_mask: bool ``[B, M]``, True takes part. A query whose weights are all 0 gets 0. Contents
+            of masked keys and, with ``causal``, of later tokens have no effect, NaN and inf
+            included. One exception: on accelerators and in compiled graphs, later tokens need
+            finite numbers for maps other than "elu1" and "relu".
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: random generator for value_drop.
@@ -99,8 +99,8 @@ def kernelized_attention(
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
-        ValueError: shapes, dtypes, devices, names or tables that do not fit; causal attention that
-            is not available.
+        ValueError: shapes, dtypes, devices, names or tables that do not fit; ``causal`` with an
+            option that excludes it.
         NotImplementedError: impl="triton" without a kernel for these inputs.
 
     Source: Katharopoulos et al. 2020, eq. 4 to 6, causal eq. 8 to 12; with relative position
@@ -114,29 +114,29 @@ def kernelized_attention(
     if relative is not None:
         relative, key_mask = mask_absent(relative, key_mask)
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
-    causal = causal and v.numel() > 0  # without values there is no order
+    causal = causal and v.numel() > 0  # without values it makes no difference
     form = _form_taken(form, impl, q, k, v, key_mask, relative, name, causal)
-    # One operator of GPU kernels does everything; the rest of this function is for PyTorch
-    # operations.
+    # The GPU kernels are one operator; the code below it uses PyTorch operations.
     if form == "triton":
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
         return kernel_mean(q, k, v, key_mask, table, name, place_of(relative))[0]
-    spoilt = None
-    if name == "given":  # the map consists of PyTorch operations, which do not handle NaN
+    nan_term = None
+    if name == "given":  # the operations of the map do not keep NaN within its token
         k, v = (masked(x, key_mask) for x in (k, v))
-        q, k, v, spoilt = finite_inputs(q, k, v, causal)
+        q, k, v, nan_term = finite_inputs(q, k, v, causal)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
         options = dict(key_mask=key_mask, relative=relative, causal=causal, form=form)
         out, mass = _mean(q, k, value, feature_map, **options)
         if name == "elu1" and is_tiny(mass):
-            high, keys = raised(q, (3,)), k
-            if relative is None and not causal:  # else keys meet a table or come later
-                keys = raised(k, (2, 3), key_mask)
-            if high is not q or keys is not k:
-                out, _ = _mean(high, keys, value, feature_map, **options)
-        return (out if spoilt is None else out + spoilt).to(v.dtype)
+            raised_q, raised_k = raised(q, (3,)), k
+            # A factor of all keys cancels only if every query sees all keys and nothing else.
+            if relative is None and not causal:
+                raised_k = raised(k, (2, 3), key_mask)
+            if raised_q is not q or raised_k is not k:
+                out, _ = _mean(raised_q, raised_k, value, feature_map, **options)
+        return (out if nan_term is None else out + nan_term).to(v.dtype)
 
 
 def _form_taken(
@@ -152,7 +152,7 @@ def _form_taken(
 ) -> str:
     """Return the code path to run: "triton", "pairs", "direct" or "efficient".
 
-    Under a compiler "auto" stays "auto": the operator decides at run time, for any number of
+    In a compiled graph "auto" stays "auto": the operator chooses at run time, by the number of
     tokens.
     """
     options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
@@ -162,8 +162,8 @@ def _form_taken(
         return form
     if not causal and name != "given":
         rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
-        few = "direct" in (form, form_of_shapes("kernelized", q.shape, v.shape, rows))
-        if few and takes_pairs(q, v, relative):
+        prefers_direct = "direct" in (form, form_of_shapes("kernelized", q.shape, v.shape, rows))
+        if prefers_direct and takes_pairs(q, v, relative):
             return "pairs"
     return form_taken(form, causal, q.shape, v.shape)
 
@@ -179,8 +179,8 @@ def _mean(
     causal: bool,
     form: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean from PyTorch operations, and the mass ``[B, h, N]`` of the content or of both
-    terms.
+    """Return the weighted mean, computed by PyTorch operations, and a mass ``[B, h, N]``: for
+    "pairs" of both terms, else of the content.
     """
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     if form == "pairs":
@@ -189,7 +189,7 @@ def _mean(
     if relative is not None and not narrow:  # gradients of both terms add in this dtype
         q, v = q.to(dtype), v.to(dtype)
     features = q, k
-    if name == "given":  # a custom map, of keys that are 0 where masked
+    if name == "given":
         phi_q = query_features(feature_map, q.to(dtype))
         features = phi_q, key_features(feature_map, k.to(dtype), key_mask, phi_q.shape[3])
     values, mass, _, _ = kernel_sums(*features, v, key_mask, name, causal, form, narrow)
@@ -197,7 +197,7 @@ def _mean(
         return Sums(values, mass).divide(), mass
     if key_mask is not None:
         v = v.masked_fill(~key_mask[:, None, :, None], 0)
-    if causal:  # NaN and inf are already in the sums of the content
+    if causal:  # the sums of the content already have NaN where a query sees a NaN or inf
         v = finite(v)
     count = key_counts(k, key_mask, causal, q.shape[2], dtype)
     return mean_with_relative(Sums(values, mass), relative, q, v, count, key_mask, causal), mass

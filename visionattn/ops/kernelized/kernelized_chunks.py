@@ -1,10 +1,9 @@
-"""Chunks of queries, keys, values and gradients for ``kernelized_eager.py``: cast, mapped and laid
-out to stay
-in cache.
+"""Chunks of queries, keys, values and gradients for ``kernelized_eager.py``: cast, mapped to
+features and laid out to stay in cache.
 
 Inputs are ``[B, h, tokens, width]`` of any strides and any floating point dtype. A chunk is some
-images with all heads and some tokens, ``[g, T, width]`` with ``g = images * heads``, in a buffer
-that the next chunk reuses.
+tokens of all heads of some images: ``[g, T, width]`` with ``g = images * heads``, in a buffer that
+the next chunk reuses.
 """
 
 import torch
@@ -18,8 +17,9 @@ CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
 
 
 class Features:
-    """Features of q or k, zero where ``absent [B, tokens]``, and the gradient of q or k from
-    theirs.
+    """Features of q or k, and the gradient of q or k from the gradient of the features.
+
+    Both are 0 for tokens in ``absent [B, tokens]``.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class Features:
         self.buffer = x.new_empty(0, 0, 0, 0)
 
     def load(self, b: slice, t: slice) -> Tensor:
-        """Return the features of some images and tokens, ``[g, T, f]``; zero for tokens past the
-        end.
+        """Return the features of images ``b`` and tokens ``t``, ``[g, T, f]``; 0 for tokens past
+        the end.
 
-        They are valid until the next load.
+        The result is valid until the next call.
         """
         x, tokens = self.x[b, :, t], t.stop - t.start
         if (
@@ -43,8 +43,8 @@ class Features:
             and x.shape[2] == tokens
         ):
             return x.flatten(0, 1)
-        # Buffers are reused between chunks. Elu1 takes two more in the dtype of sums, because its
-        # passes are slower in bfloat16, and rounds once.
+        # Allocate buffers if the shape changes. For bfloat16, elu1 is computed in float32, which is
+        # faster and rounds once.
         size = (*x.shape[:2], tokens, self.width)
         if self.buffer.shape != size:
             self.buffer = self.wide = self.spare = x.new_empty(size, dtype=self.dtype)
@@ -55,7 +55,7 @@ class Features:
         buffers = self.buffer, self.wide, self.spare
         out, features, spare = (buffer[:, :, : x.shape[2]] for buffer in buffers)
         if x.dtype != features.dtype or self.feature_map == "given":
-            # Casting strided rows takes longer than a copy and a cast.
+            # Casting strided rows directly takes longer.
             x = features.copy_(x.contiguous())
         if self.feature_map == "elu1":  # exp(min(x, 0)) + max(x, 0), as in feature_maps.py
             torch.clamp(x, min=0, out=spare)
@@ -70,31 +70,33 @@ class Features:
         return self.buffer.flatten(0, 1)
 
     def store(self, grad: Tensor, b: slice, t: slice, out: Tensor) -> None:
-        """Write the gradient of q or k into ``out[b, :, t]`` from the gradient of the features
-        loaded last; both inputs are overwritten.
+        """Write the gradient of q or k into ``out[b, :, t]``.
+
+        ``grad [g, T, f]`` is the gradient of the features loaded last; it and these features are
+        overwritten.
         """
-        there = out[b, :, t]
-        features = self.buffer[:, :, : there.shape[2]]
-        grad = grad.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
+        target = out[b, :, t]
+        features = self.buffer[:, :, : target.shape[2]]
+        grad = grad.unflatten(0, target.shape[:2])[:, :, : target.shape[2]]
         if self.feature_map == "elu1":
             # The derivative is min(phi, 1): phi is exp(x) below 0 and 1 + x above.
-            torch.mul(grad, features.clamp_(max=1), out=there)
+            torch.mul(grad, features.clamp_(max=1), out=target)
         elif self.feature_map == "relu":
-            torch.mul(grad, features.sign_(), out=there)
+            torch.mul(grad, features.sign_(), out=target)
         else:
-            there.copy_(grad)
+            target.copy_(grad)
         if self.absent is not None:
-            there.masked_fill_(self.absent[b, None, t, None], 0)
+            target.masked_fill_(self.absent[b, None, t, None], 0)
 
 
 class Rows:
-    """Unmodified values, ``[B, h, tokens, e]``."""
+    """Values ``[B, h, tokens, e]``, cast but not otherwise changed."""
 
     def __init__(self, x: Tensor, dtype: torch.dtype):
         self.x, self.dtype = x, dtype
 
     def load(self, b: slice, t: slice) -> Tensor:
-        """Return ``[g, T, e]``, zero for tokens past the end. The caller must not write to it."""
+        """Return ``[g, T, e]``, 0 for tokens past the end. The caller must not write to it."""
         x, tokens = self.x[b, :, t], t.stop - t.start
         if x.shape[2] == tokens and x.shape[0] == 1 and x.dtype == self.dtype:
             return x.flatten(0, 1)
@@ -104,8 +106,8 @@ class Rows:
 
 
 class WithMass:
-    """``[x, y]``: x for the values, ``[B, h, tokens, e]``, and y for the mass, ``[B, h, tokens]``
-    or ones.
+    """Rows ``[x, y]`` of width ``e1 = e + 1``: x for the values, ``[B, h, tokens, e]``, and y for
+    the mass, ``[B, h, tokens]``; None: ones.
     """
 
     def __init__(self, x: Tensor, dtype: torch.dtype, y: Tensor | None = None):
@@ -114,25 +116,25 @@ class WithMass:
         self.buffer = x.new_empty(0)
 
     def load(self, b: slice, t: slice) -> Tensor:
-        """Return ``[g, T, e1]``, zero for tokens past the end; it is valid until the next load."""
+        """Return ``[g, T, e1]``, 0 for tokens past the end; it is valid until the next call."""
         x = self.x[b, :, t]
         size = (*x.shape[:2], t.stop - t.start, self.width)
         if self.buffer.shape != size:
             self.buffer = x.new_empty(size, dtype=self.dtype)
-        there = self.buffer[:, :, : x.shape[2]]
-        there[..., :-1].copy_(x)
-        there[..., -1] = 1 if self.y is None else self.y[b, :, t]
+        target = self.buffer[:, :, : x.shape[2]]
+        target[..., :-1].copy_(x)
+        target[..., -1] = 1 if self.y is None else self.y[b, :, t]
         self.buffer[:, :, x.shape[2] :].zero_()
         return self.buffer.flatten(0, 1)
 
 
 def put(x: Tensor, b: slice, t: slice, values: Tensor, mass: Tensor | None = None) -> None:
-    """Write ``x [g, T, e or e1]`` into ``values[b, :, t]`` and its last column into
-    ``mass[b, :, t]``.
+    """Write ``x [g, T, e or e1]`` into ``values[b, :, t]`` and, unless ``mass`` is None, its last
+    column into ``mass[b, :, t]``.
     """
-    there = values[b, :, t]
-    x = x.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
-    there.copy_(x[..., : there.shape[3]])
+    target = values[b, :, t]
+    x = x.unflatten(0, target.shape[:2])[:, :, : target.shape[2]]
+    target.copy_(x[..., : target.shape[3]])
     if mass is not None:
         mass[b, :, t] = x[..., -1]
 

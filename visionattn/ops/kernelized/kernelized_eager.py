@@ -1,15 +1,15 @@
 """Sums of values and weights of kernelized attention, chunked, as one operator with its gradient.
 
 Each chunk of tokens is mapped to features in a buffer (``kernelized_chunks.py``), in the forward
-pass and again in the backward pass, so autograd saves only q, k and v. Loops over tokens are inside
-the operator: a compiler sees one node for any N.
+pass and again in the backward pass. Autograd saves q, k and v, and for the bidirectional efficient
+form the state. Loops over tokens are inside the operator: a compiler sees one node for any N.
 
-In most passes values carry an extra column of ones, ``v1 = [v, 1]``, so that one product gives the
-sums of values and the mass. Here ``e1 = e + 1``, ``f`` is the number of features and
-``g = images * heads`` in one chunk.
+In most passes values have an extra column of ones, ``v1 = [v, 1]``, so that one product gives the
+sums of values and the mass. The letters are ``e1 = e + 1``, ``f`` features, and
+``g = images * heads`` of one chunk.
 
-A causal pass works on segments of several blocks of 64 tokens. One batched product each computes
-the masked products of all blocks of a segment, the state of each block, and their running sums.
+A causal pass works on segments of several blocks of 64 tokens. Batched products compute the masked
+scores within all blocks of a segment, the state of each block, and the state before each block:
 
     segment  | block 0 | block 1 | ... |  state before block b = running state + states of 0 .. b-1
 
@@ -44,10 +44,10 @@ def _join(s: Tensor, z: Tensor, b: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
-    """Fill values, mass and state.
+    """Write values, mass and state to ``outputs``.
 
-    Values and mass are kept separate, so that only features are copied to a new layout and products
-    have whole widths.
+    Values and mass have separate products: values need no copy with an extra column, and the width
+    of the products stays e.
     """
     values, mass, s, z = outputs
     n, m = q.x.shape[2], k.x.shape[2]
@@ -78,30 +78,31 @@ def _efficient_backward(
     images, size = plan_chunks(dq, max(n, m), max(k.width, v.width))
     for b in images:
         ds, s, own_dv = d_state(b), state(b), dv[b].flatten(0, 1)
-        # Queries give the gradient of the state, and read their own from the state.
+        # Queries: add to the gradient of the state, and compute dq from the state.
         for t in chunks(n, size):
             grad = g.load(b, t)
             ds.baddbmm_(q.load(b, t).mT, grad)
             q.store(torch.bmm(grad, s.mT), b, t, dq)
-        # Keys and values read their gradients from the gradient of the state.
+        # Keys and values: compute dk and dv from the gradient of the state.
         for t in chunks(m, size):
             write_product(own_dv[:, t], k.load(b, t), ds[..., :-1])
             k.store(torch.bmm(v.load(b, t), ds.mT), b, t, dk)
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Cut ``[g, T, c]`` into blocks, ``[g * T / 64, 64, c]``; copies if a head's tokens are not
-    contiguous.
+    """Cut ``[g, T, c]`` into blocks, ``[g * T / 64, 64, c]``; copy it if the tokens of a head are
+    not contiguous.
     """
     return x.reshape(-1, BLOCK_TOKENS, x.shape[2])
 
 
 def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
-    """Return the state before each block (reverse: after it), ``[g * T / 64, f, e1]``; update
-    ``running [g, f, e1]``.
+    """Return the state before each block (with ``reverse``: after it), ``[g * T / 64, f, e1]``; add
+    the states of all blocks to ``running``.
 
     Args:
         x, y: ``[g, T, f]`` and ``[g, T, e1]``; the state of a block is ``x^T y``.
+        running: ``[g, f, e1]``, the state before (after) the first (last) block.
     """
     own = torch.bmm(_blocks(x).mT, _blocks(y)).view(x.shape[0], -1, x.shape[2] * y.shape[2])
     # A product with a triangle of ones sums the states of all blocks before (or after) each block.
@@ -116,17 +117,16 @@ def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = 
 
 
 def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
-    """Fill values, mass and state, with values and mass separate as in ``_efficient_forward``.
-
-    The state before a block consists of its S and Z.
+    """Write values, mass and state, with separate products for values and mass as in
+    ``_efficient_forward``.
     """
     values, mass, s, z = outputs
     rows, n, m = Rows(v.x, v.dtype), q.x.shape[2], k.x.shape[2]
     images, size = plan_chunks(values, max(n, m), k.width + v.width, BLOCK_TOKENS)
     for b in images:
         running, running_sum = s[b].flatten(0, 1).zero_(), z[b].flatten(0, 1).unsqueeze(2).zero_()
-        # All blocks of a segment at once: a query reads the state before its block, and the keys
-        # within its block through masked scores.
+        # All blocks of a segment at once: earlier blocks enter through the state before the block,
+        # keys of the query's own block through masked scores.
         for start in range(0, n, size):
             t = slice(start, start + size)
             queries, keys, x = (_blocks(part.load(b, t)) for part in (q, k, rows))
@@ -149,8 +149,8 @@ def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor
 
 
 def _before_each_block(own: Tensor, running: Tensor) -> Tensor:
-    """Return ``running [g, f, c]`` plus the sums ``own [g * blocks, f, c]`` of the blocks before
-    each; add all sums to ``running``.
+    """Return for each block ``running [g, f, c]`` plus the sums ``own [g * blocks, f, c]`` of all
+    blocks before it; add the sums of all blocks to ``running``.
     """
     own = own.view(running.shape[0], -1, *running.shape[1:])
     out, state = torch.empty_like(own), running
@@ -169,7 +169,7 @@ def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state
     images, size = plan_chunks(dq, max(n, m), k.width + v.width, BLOCK_TOKENS)
     segments = [slice(start, start + size) for start in range(0, max(n, m), size)]
     for b in images:
-        # Forward: a query's gradient is read from the state of the keys before it.
+        # Forward: dq from the state of the keys before each query.
         running = _zero_state(k, v, b)
         for t in segments[: -(-n // size)]:
             grad, keys, x = g.load(b, t), k.load(b, t), v.load(b, t)
@@ -178,9 +178,8 @@ def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state
             d_queries = torch.bmm(scores, _blocks(keys)).baddbmm_(_blocks(grad), states.mT)
             q.load(b, t)
             q.store(d_queries.view_as(keys), b, t, dq)
-        # Backward: the gradients of a key and its value are read from the state of this and later
-        # queries. That state includes queries after the last key, and the gradient of the state
-        # itself.
+        # Backward: dk and dv from the gradient of the state, which sums over later queries. It
+        # starts from the upstream gradient of S and Z.
         running = d_state(b)
         for t in segments[-(-m // size) :]:  # queries that see all keys
             running.baddbmm_(q.load(b, t).mT, g.load(b, t))
@@ -227,8 +226,8 @@ def _direct_backward(
 
 
 def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> str:
-    """Return "direct" or "efficient" for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the named form,
-    or the choice of ``choose_form``.
+    """Return "direct" or "efficient" for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: ``form``, or
+    for "auto" the choice of ``choose_form``.
     """
     if form != "auto":
         return form
@@ -238,7 +237,7 @@ def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple
 def _operands(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, dtype: torch.dtype
 ):
-    """Return queries, keys and values in the form of the passes, in the dtype of products."""
+    """Return loaders of queries, keys and values in ``dtype``, the dtype of products."""
     absent = None if key_mask is None else ~key_mask
     return (
         Features(q, feature_map, dtype),
@@ -248,8 +247,8 @@ def _operands(
 
 
 def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
-    """Count 2 times the multiply-adds of the products, for ``[B, h, N, f]`` and ``[B, h, M, e]``;
-    the mass counts as a column.
+    """Count 2 times the multiply-adds of the products, for features ``[B, h, N, f]`` and values
+    ``[B, h, M, e]``; the mass counts as a column.
     """
     (batch, heads, n, f), m, e1 = q, v[2], v[3] + 1
     state, pair = f * e1, (3 * f + 2 * e1 if backward else f + e1)
@@ -291,23 +290,23 @@ def kernel_sums(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any strides and floating
             point dtypes.
-        key_mask: bool ``[B, M]``; features and values of the other keys are 0, whatever they hold.
+        key_mask: bool ``[B, M]``, True takes part. Contents of other keys have no effect.
         feature_map: "elu1", "relu", or "given": q and k are features already.
         causal: query i attends to keys ``j <= i`` only, queries from M on to all keys.
         form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
-            "auto" chooses the form expected to be faster, at run time under a compiler too.
-        narrow: round the sums of values to the dtype of v, for a mean without gradient.
+            "auto" chooses the form expected to be faster, in compiled graphs at run time.
+        narrow: round the sums of values to the dtype of v; only without gradients.
 
     Returns:
-        values ``[B, h, N, e]``, mass ``[B, h, N]``, S ``[B, h, d, e]`` and Z ``[B, h, d]`` of all
-        keys, including keys that no query sees; float32 (float64 if any input is).
+        values ``[B, h, N, e]``, mass ``[B, h, N]``, and the state of all keys, S ``[B, h, d, e]``
+        and Z ``[B, h, d]``, including keys that no query sees; float32 (float64 if any input is).
 
     Source: Katharopoulos et al. 2020, eq. 6 and, causal, eq. 9 to 12; segments and blocks are ours.
     """
-    of_later = None
+    nan_term = None
     if causal:
-        v, of_later = apart(v, key_mask, q.shape[2])
-    # Causal passes add many states and stay in the dtype of sums.
+        v, nan_term = apart(v, key_mask, q.shape[2])
+    # Causal passes add many states: their products stay in the dtype of sums.
     dtype = accumulation_dtype(q, k, v) if causal else product_dtype(q, k, v)
     queries, keys, x = _operands(q, k, v, key_mask, feature_map, dtype)
     outputs = _empty_sums(q, k, v, narrow)
@@ -317,14 +316,14 @@ def kernel_sums(
             _direct_forward(queries, keys, x, outputs, causal)
         else:
             (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
-    if of_later is not None:
-        outputs[0].add_(of_later)
+    if nan_term is not None:
+        outputs[0].add_(nan_term)
     return outputs  # type: ignore[return-value]
 
 
 def _state_not_needed(causal: bool, form: str) -> Sequence[str]:
-    """Return the saved tensors that the gradient does not need: only the bidirectional efficient
-    form reads the state.
+    """Return names of tensors that autograd need not save: only the bidirectional efficient form
+    reads the state.
     """
     return ("s", "z") if causal or form == "direct" else ()
 
@@ -346,10 +345,12 @@ def kernel_sums_backward(
     causal: bool,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; features
-    are recomputed.
+    """Return the gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes.
+
+    Features are recomputed.
     """
-    # In the dtype of sums: the parts of dq from values and from mass nearly cancel.
+    # Products are in the dtype of sums, because the gradients of dq through values and through mass
+    # nearly cancel.
     queries, keys, x = _operands(q, k, v, key_mask, feature_map, accumulation_dtype(q, k, v))
     grad = WithMass(d_values, x.dtype, d_mass)
     grads = contiguous_like(q, k, v)

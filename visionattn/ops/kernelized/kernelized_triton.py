@@ -1,9 +1,9 @@
 """Kernelized attention as one operator of GPU kernels: content, joint relative position and
 division, with its gradient.
 
-It replaces ``kernel_sums``, ``class_sums`` and ``weighted_mean`` of the eager
-``kernelized_attention.py`` and keeps no sums in memory. Autograd saves q, k, v, the mean, its mass
-and the state. ``why_not`` lists the supported inputs.
+It replaces the operators ``kernel_sums``, ``class_sums`` and ``weighted_mean`` of the eager code.
+Autograd saves q, k, v, the mean, the mass and the state. ``why_not`` decides which inputs are
+supported.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def why_not(
 
     Args:
         q, k, v, key_mask, relative, causal, form: arguments of the operation, already checked.
-        feature_map: "elu1", "relu", or "given" for a map that the kernels do not implement.
+        feature_map: "elu1", "relu", or "given" for any other map.
     """
     return (
         gpu_requirements.why_not("kernelized", WIDEST, q, k, v)
@@ -62,9 +62,9 @@ def _why_not_options(feature_map: str, causal: bool, form: str) -> str | None:
     return None
 
 
-def _flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
-    own = flops(q, v, False, "efficient", backward=backward)
-    return own + position.flops(q, v, table, place, backward=backward)
+def _flops(q, v, table, grid: Sequence[int], *, backward: bool) -> int:
+    content = flops(q, v, False, "efficient", backward=backward)
+    return content + position.flops(q, v, table, grid, backward=backward)
 
 
 def _empty_mean(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +82,7 @@ def kernel_mean(
     key_mask: Tensor | None,
     table: Tensor | None,
     feature_map: str,
-    place: list[int],
+    grid: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted mean under ``phi(q_i) . phi(k_j)`` and, with a table, the joint relative
     position.
@@ -92,12 +92,12 @@ def kernel_mean(
         key_mask: bool ``[B, M]``, True takes part; not with a table.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``.
         feature_map: "elu1" or "relu".
-        place: the numbers of ``place_of`` with a table, else empty.
+        grid: with a table, the result of ``place_of``; else empty.
 
     Returns:
-        the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32,
-        for the gradient: the mass ``[B, h, N]`` and the state, S ``[B, h, d, e]`` followed by Z
-        ``[B, h, d]`` in one axis, all divided by M.
+        the mean ``[B, h, N, e]`` in the dtype of v, in the memory order of ``tokens_first``. For
+        the gradient, also the mass ``[B, h, N]``, and the state as one axis: S ``[B, h, d, e]``
+        followed by Z ``[B, h, d]``. Mass and state are float32 and divided by M.
     """
     (batch, heads, n, _), e = q.shape, v.shape[3]
     from visionattn.ops.kernelized.kernels.kernelized_bidirectional import means
@@ -105,15 +105,15 @@ def kernel_mean(
 
     out = tokens_first(v, batch, heads, n, e)
     mass = q.new_empty(batch, heads, n, dtype=torch.float32)
-    own = position.place_from(place)
-    # With relative position, only prefix tokens have the content term by itself.
-    alone = slice(0, n if own is None else own.prefix)
+    classes = position.place_from(grid)
+    # With relative position, only prefix tokens have the content term and no other.
+    content_only = slice(0, n if classes is None else classes.prefix)
     with form_ran("kernelized", "efficient triton"):
         state = state_of_keys(k, v, key_mask, feature_map)
-        means(q[:, :, alone], state, feature_map, out[:, :, alone], mass)
-        if own is not None:
+        means(q[:, :, content_only], state, feature_map, out[:, :, content_only], mass)
+        if classes is not None:
             content = state, _z_of(state, q, v), feature_map
-            position.write_means_beside_state(q, table, v, content, own, out, mass)
+            position.write_means_from_state(q, table, v, content, classes, out, mass)
     return out, mass, state
 
 
@@ -138,22 +138,22 @@ def kernel_mean_backward(
     table: Tensor | None,
     state: Tensor,
     feature_map: str,
-    place: list[int],
+    grid: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``kernel_mean`` with respect to q, k, v, in their dtypes, and the
-    table (empty if None).
+    """Return the gradients of ``kernel_mean`` with respect to q, k and v, in their dtypes, and to
+    the table (empty if None).
     """
     from visionattn.ops.kernelized.kernels import kernelized_bidirectional
 
-    own = position.place_from(place)
+    classes = position.place_from(grid)
     dq, along, d_state = kernelized_bidirectional.queries_backward(
-        grad, out, mass, q, state, feature_map, k.shape[2], alone=own is None
+        grad, out, mass, q, state, feature_map, k.shape[2], content_only=classes is None
     )
     dk, dv = kernelized_bidirectional.keys_backward(k, v, key_mask, d_state, feature_map)
-    if own is None:
+    if classes is None:
         return dq, dk, dv, mass.new_empty(0)
     content = dq, along, _z_of(state, q, v), feature_map
-    dq, d_table = position.backward(grad, out, mass, q, table, v, own, dv, *content)
+    dq, d_table = position.backward(grad, out, mass, q, table, v, classes, dv, *content)
     return dq, dk, dv, d_table
 
 

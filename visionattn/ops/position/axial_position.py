@@ -1,18 +1,19 @@
-"""Weighted sums of values over the rows of a grid by their clipped distance, forward and backward,
-as one operator.
+"""Sums of values over the rows of a grid, weighted by clipped row distance: one axis of ``Axial``,
+as one operator with its gradient.
 
-For one axis of ``Axial`` all patches of a row act as one key: the query at (y, x) gives each key of
-row y' the weight ``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, for any column. So only the sums
-``V_y'`` of whole rows are needed, and from them the sum of each class for row y:
+The query at (y, x) gives every key in row y' the weight ``phi(q) . r_clip(y' - y)`` with
+``phi = elu1``, for any column. So a row enters only through the sum of its values. The class of a
+row is its clipped distance; for queries in row y the classes are:
 
-    rows 0 .. y-R: one sum     y-R+1 .. y+R-1: a class each     y+R .. H-1: one sum
+    rows 0 .. y-R: one class     y-R+1 .. y+R-1: a class each     y+R .. H-1: one class
 
-A row of queries is then a ``W x C`` by ``C x e`` product. The two ends are running sums, in the
-backward pass too, never differences. The columns of a grid are the rows of its transposed views.
+The output of a row of queries is a ``W x C`` by ``C x e`` product of weights and class sums. The
+sums of the outermost classes are running sums, never differences, in the backward pass too. For
+columns, the caller passes transposed views.
 
-The operator accepts queries and values of any dtype and strides, and works in the dtype of the
-table on bands of rows that stay in cache. Autograd saves no copies, and R may cover the whole grid.
-Layouts and masks are handled elsewhere.
+The operator accepts queries and values of any dtype and strides, and computes in the dtype of the
+table, by bands of rows that stay in cache. Autograd saves only the inputs. R may exceed the grid.
+``relative_position.py`` handles layouts and masks.
 """
 
 from math import prod
@@ -53,8 +54,8 @@ def _below(x: Tensor, lag: int) -> Tensor:
 
 
 class RowClasses:
-    """Sums of rows ``[g, H, c]`` by class, band by band, and the transpose for gradients.
-    ``horizon <= H``.
+    """Class sums of rows ``[g, H, c]``, loaded for some rows of queries at a time, and their
+    gradient. ``horizon <= H``.
     """
 
     def __init__(self, rows: Tensor, horizon: int):
@@ -66,10 +67,10 @@ class RowClasses:
             self.window = F.pad(rows, (0, 0, horizon - 1, horizon - 1))
 
     def load(self, rows: slice) -> Tensor:
-        """Return the sums ``[g, T, C, c]`` for T rows, from past to future classes."""
+        """Return the class sums ``[g, T, C, c]`` for T rows of queries, from past to future."""
         if self.horizon == 0:
             return self.all[:, None, None].expand(-1, rows.stop - rows.start, -1, -1)
-        # All windows of rows at once, as a view.
+        # The rows within the horizon of each row of queries, as a view.
         size = 2 * self.horizon - 1
         window = self.window[:, rows.start : rows.stop + size - 1].unfold(1, size, 1).mT
         return torch.cat(
@@ -77,8 +78,9 @@ class RowClasses:
         )
 
     def add(self, grad: Tensor, rows: slice) -> None:
-        """Add the gradient ``[g, T, C, c]`` of the result of ``load``. All sums must be gradients
-        that began as 0.
+        """Add the gradient ``[g, T, C, c]`` of the result of ``load(rows)``.
+
+        The object must have been created from zeros, to hold gradients instead of sums.
         """
         if self.horizon == 0:
             self.all += grad.sum((1, 2))
@@ -93,7 +95,7 @@ class RowClasses:
             self.window[:, i : i + part.shape[1]] += part
 
     def collect(self) -> Tensor:
-        """Return the gradient ``[g, H, c]`` of the rows."""
+        """Return the gradient ``[g, H, c]`` of the rows, after all calls of ``add``."""
         if self.horizon == 0:
             return self.all.unsqueeze(1).expand(-1, self.height, -1)
         inside = self.window[:, self.horizon - 1 : self.horizon - 1 + self.height]
@@ -101,8 +103,9 @@ class RowClasses:
 
 
 class _Chunk:
-    """Some heads of some images, g together: their queries, table and sums of rows, in the dtype of
-    the table.
+    """The operands of one chunk of heads: queries, table and sums of rows.
+
+    Table and sums are in the dtype of the table.
     """
 
     def __init__(
@@ -124,15 +127,15 @@ class _Chunk:
         self.q = part_of(q, chunk)
         rows = rows.flatten(0, 1)
         keys = part_of_shared(keys, chunk).unsqueeze(2)
-        # The number of keys is an extra column after the values: the mass is its sum.
+        # A last column with the number of keys gives the mass.
         self.sums = RowClasses(
             torch.cat([rows, keys.expand(len(rows), -1, -1)], dim=2), self.horizon
         )
         self.total = None if total is None else part_of_shared(total, chunk)
 
     def bands(self, e: int) -> list[Band]:
-        """Return pairs of slices (rows, columns) that cover the grid; the data of each pair stays
-        in cache.
+        """Return bands that cover the grid and stay in cache, as pairs of slices (rows,
+        columns).
         """
         heads, (height, width, d), classes = len(self.q), self.q.shape[1:], self.table.shape[1]
         columns = max(1, BAND_ELEMENTS // (heads * (2 * d + e + classes)))
@@ -150,8 +153,8 @@ class _Chunk:
         )
 
     def class_sums(self, band: Band) -> tuple[Tensor, Tensor | None]:
-        """Return the sums of values and keys ``[g * rows, C, e + 1]`` for the weights, and, for
-        "mean", the factor included in them.
+        """Return the class sums of values and keys ``[g * rows, C, e + 1]`` and, for "mean", the
+        factor ``total / n`` that they include; else None.
         """
         sums, scale = self.sums.load(band[0]).flatten(0, 1), None
         if self.total is not None:
@@ -162,7 +165,7 @@ class _Chunk:
 
 
 def _row_elements(width: int, d: int, e: int, classes: int) -> int:
-    """Count the floats that a row of queries needs while it is processed."""
+    """Return the number of elements in memory for one row of queries."""
     return width * (2 * d + e + classes) + classes * (e + 1)
 
 
@@ -182,8 +185,8 @@ def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flops(q, table, v, *, backward: bool) -> int:
-    """Count the products of each query with the occurring classes of rows, and of the weights with
-    the sums of rows; the mass is a column.
+    """Count the products of queries with the table, and of weights with class sums; the mass counts
+    as a column.
     """
     d, e, classes = q[4], v[4], 2 * min(table[1] // 2, q[2]) + 1
     return 2 * prod(q[:4]) * classes * (3 * d + 2 * e + 1 if backward else d + e + 1)
@@ -193,18 +196,19 @@ def _flops(q, table, v, *, backward: bool) -> int:
 def axis_sums(
     q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None, mean: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return ``sum_c w_c(y, x) U_c(y)`` with ``w_c = elu1(q) . r_c``, and the sum of the weights of
-    all keys.
+    """Return ``sum_c w_c(y, x) U_c(y)`` and the sum of the weights of all keys.
+
+    ``w_c = elu1(q) . r_c`` is the weight of class c, and ``U_c`` the sum of the values in class c.
 
     Args:
         q: ``[B, h, H, W, d]``, any dtype.
-        table: ``[h or 1, 2R+1, d]``, distances of rows from above to below; float32 or float64, the
-            dtype of the sums.
-        v: ``[B, h, H, W, e]``, any dtype, zero where a patch is absent.
+        table: ``[h or 1, 2R+1, d]``, from rows above to rows below; float32 or float64, the dtype
+            of the sums.
+        v: ``[B, h, H, W, e]``, any dtype, 0 where a patch is absent.
         keys: number of patches present in each row, ``[1 or B, H]``, in the dtype of the table.
-        total: number of all keys, ``[1 or B, 1, 1, 1]``. With ``mean`` a key weighs
+        total: number of all keys, ``[1 or B, 1, 1, 1]``. With ``mean`` the weight of a key is
             ``w_c total / n``, with n the number of keys of its class for the query; without
-            ``mean``, or if None, ``w_c``.
+            ``mean``, or if None, it is ``w_c``.
         mean: see ``total``. The plain form divides by ``total`` either way.
 
     Returns:
@@ -216,11 +220,11 @@ def axis_sums(
     for chunk in _chunks(q, table, v, keys, total, mean):
         out, out_mass = part_of(values, chunk.chunk), part_of(mass, chunk.chunk)
         for band in chunk.bands(e):
-            there = out[:, *band]
+            target = out[:, *band]
             sums = torch.bmm(
                 chunk.weights(chunk.features(band), band), chunk.class_sums(band)[0]
-            ).view(*there.shape[:3], e + 1)
-            there.copy_(sums[..., :-1])
+            ).view(*target.shape[:3], e + 1)
+            target.copy_(sums[..., :-1])
             out_mass[:, *band] = sums[..., -1]
     return values, mass
 
@@ -242,8 +246,8 @@ def axis_sums_backward(
     total: Tensor | None,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``axis_sums`` with respect to q, table and any one column of v,
-    ``[B, h, H, 1, e]``: all columns are equal.
+    """Return the gradients of ``axis_sums`` with respect to q, to the table, and to one column of
+    v, ``[B, h, H, 1, e]``: the gradients of all columns are equal.
     """
     e = v.shape[4]
     dq, d_table, dv = _empty_gradients(q, table, v)
@@ -252,12 +256,12 @@ def axis_sums_backward(
         grad, grad_mass, own_dq = (part_of(x, chunk.chunk) for x in (d_values, d_mass, dq))
         d_sums = RowClasses(table.new_zeros(len(grad), q.shape[2], e), chunk.horizon)
         for band in chunk.bands(e):
-            there, phi = own_dq[:, *band], chunk.features(band)
+            target, phi = own_dq[:, *band], chunk.features(band)
             weights, (sums, scale) = chunk.weights(phi, band), chunk.class_sums(band)
             upstream = torch.cat([grad[:, *band], grad_mass[:, *band].unsqueeze(3)], dim=3).flatten(
                 0, 1
             )
-            # Gradient of the sums of rows, which all values of a row share.
+            # Gradient of the sums of rows.
             d_classes = torch.bmm(weights.mT, upstream[..., :-1])
             d_classes = d_classes if scale is None else d_classes.mul_(scale)
             d_sums.add(d_classes.unflatten(0, (len(grad), -1)), band[0])
@@ -266,7 +270,7 @@ def axis_sums_backward(
             own_table = torch.bmm(d_weights.mT, phi)
             add_of_heads(d_table[:, chunk.classes], own_table, chunk.chunk[1])
             d_phi = torch.bmm(d_weights, chunk.table)
-            there.copy_(d_phi.mul_(phi.clamp_(max=1)).view(there.shape))  # elu1' is min(phi, 1)
+            target.copy_(d_phi.mul_(phi.clamp_(max=1)).view(target.shape))  # elu1' is min(phi, 1)
         part_of(dv, chunk.chunk).copy_(d_sums.collect().unsqueeze(2))
     return dq, d_table, dv
 

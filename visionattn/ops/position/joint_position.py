@@ -1,14 +1,14 @@
-"""Weighted sums of values over the classes of clipped relative position on a grid, forward and
-backward, as one operator.
+"""Sums of values over the classes of clipped relative position on a grid, as one operator with its
+gradient.
 
-Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum
-``U_ab(y, x)`` of the values of its keys. The output is ``sum_ab w_ab U_ab`` with ``w_ab = phi(q) .
-r_ab`` and ``phi = elu1``. Two forms compute it: products of tiles with windows of the values
-(``tiled_position.py``), linear in the number of patches, and on small grids a weight for each pair
-of places, which is cheaper there (``direct_is_faster``).
+The class (a, b) of a pair is its clipped offset ``(clip(dy), clip(dx))``. ``U_ab(y, x)`` is the sum
+of the values whose keys are in class (a, b) for the query at (y, x). The output is
+``sum_ab w_ab U_ab`` with ``w_ab = phi(q) . r_ab`` and ``phi = elu1``. There are two forms: the
+tiled form (``tiled_position.py``) is linear in the number of patches; on small grids the direct
+form, with a weight for each pair, is faster (``direct_is_faster``).
 
 The operator accepts queries and values of any dtype and strides, and multiplies in the dtype of the
-table, some heads at a time. Autograd saves no copies.
+table, some heads at a time. Autograd saves only the inputs.
 """
 
 from functools import partial
@@ -37,17 +37,17 @@ KEY_ELEMENTS = 1 << 22
 
 
 def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
-    """Return the sums of ``x [..., M]`` over the keys of each class of one axis:
-    ``[..., 2R+1, N]``, past to future.
+    """Return the sums of ``x [..., M]`` over the keys of each class along one axis, for each query:
+    ``[..., 2R+1, N]``, from past to future.
 
-    Plain PyTorch, differentiable, any N and M. R = 0 is one class: all keys.
+    It is differentiable, for any N and M. R = 0 is a single class with all keys.
     """
     num_keys = x.shape[-1]
     if horizon == 0:
         return x.sum(-1, keepdim=True).unsqueeze(-1).expand(*x.shape[:-1], 1, num_queries)
     tail = torch.sym_max(num_queries - num_keys, 0)
     padded = F.pad(x, (horizon, horizon + tail))
-    # The two ends are running sums from either side; each offset between is a shift.
+    # The outermost classes are running sums from either end; each class between is a shift.
     before = padded.cumsum(-1)[..., :num_queries]
     after = padded.flip(-1).cumsum(-1).flip(-1)[..., 2 * horizon : 2 * horizon + num_queries]
     window = [
@@ -57,19 +57,18 @@ def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
 
 
 def direct_is_faster(keys: int, rows: int) -> bool:
-    """Return whether a weight per pair costs less than the tiled form: few keys for
-    ``rows = 2Ry+1`` classes of rows.
+    """Return whether the direct form is faster: few keys for ``rows = 2Ry+1`` classes of rows.
 
-    Measured on a CPU, forward and backward: both break even near 220 keys on one row and near 700
-    at R = 3, for e from 16 to 256. The bound does not depend on the number of queries, so memory
-    stays linear in it.
+    Measured on a CPU, forward and backward, both forms break even near 220 keys on one row and near
+    700 at R = 3, for e from 16 to 256. The bound limits the number of keys only, so memory stays
+    linear in the number of queries.
     """
     return tokens_asked(keys) < 150 + 80 * rows
 
 
 class _Chunk:
-    """Some heads of some images: their part of each operand as ``[g, ...]`` in the dtype of the
-    table.
+    """Some heads of some images, with their table ``[g, C, d]``; selects their part of other
+    tensors.
     """
 
     def __init__(self, table: Tensor, images: slice, heads: slice):
@@ -96,8 +95,8 @@ def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
 def _counts_and_scale(
     counts: Tensor, total: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return counts in a dtype, and the factor from the weight of a class to the weight of each of
-    its keys for "mean"; None for "sum".
+    """Return the counts in ``dtype`` and, for "mean", the factor that turns the weight of a class
+    into the weight of each of its keys; None for "sum".
     """
     counts = counts.to(dtype)
     if total is None or not mean:
@@ -107,7 +106,7 @@ def _counts_and_scale(
 
 
 def _weights(phi: Tensor, table: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the weight ``[g, n, C]`` of each key of each class for features ``phi [g, n, d]``."""
+    """Return the weight ``[g, n, C]`` of a key of each class for features ``phi [g, n, d]``."""
     weights = torch.bmm(phi, table.mT)
     return weights if scale is None else weights.mul_(scale)
 
@@ -120,8 +119,8 @@ def _weights_backward(
     scale: Tensor | None,
     d_table: Tensor,
 ) -> Tensor:
-    """Return the gradient ``[g, n, d]`` of the queries from the gradient of the weights,
-    ``[g, n, C]``; add the table's gradient to ``d_table``.
+    """Return the gradient of the queries, ``[g, n, d]``, from ``d_weights [g, n, C]``, which is
+    overwritten; add the gradient of the table to ``d_table``.
     """
     if scale is not None:
         d_weights = d_weights.mul_(scale)
@@ -138,8 +137,8 @@ def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flops(q, table, v, horizon_y: int, *, backward: bool) -> int:
-    """Count the products of each query with the table and, in the chosen form, with sums of classes
-    or with values.
+    """Count the products of queries with the table, and of weights with class sums (tiled form) or
+    values (direct form).
     """
     keys, e = v[2] * v[3], v[4]
     terms = keys if direct_is_faster(keys, 2 * horizon_y + 1) else table[1]
@@ -159,21 +158,21 @@ def class_sums(
     later: int = 0,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``sum_ab w_ab(y, x) U_ab(y, x)`` with ``w_ab = elu1(q) . r_ab``, and the sum of the
-    weights of all keys.
+    """Return ``sum_ab w_ab(y, x) U_ab(y, x)`` (see the module) and the sum of the weights of all
+    keys.
 
     Args:
         q: ``[B, h, H, Wq, d]``, any dtype.
         table: ``[h or 1, C, d]``, ``C = (2Ry+1) * (2Rx+1)`` classes row by row, in the dtype of
             products: float32, float64, or bfloat16 (float32 sums, no gradients).
-        v: ``[B, h, H, Wk, e]``, any dtype, zero where a patch is absent. Wq and Wk may differ only
-            on a single row.
-        counts: keys of each class for each query, ``[1 or B, H, Wq, C]``.
-        total: number of all keys, broadcast to ``[1 or B, H, Wq, 1]``. With ``mean`` a key weighs
-            ``w_ab total / counts``; without ``mean``, or if None, ``w_ab``.
+        v: ``[B, h, H, Wk, e]``, any dtype, 0 where a patch is absent. Wq and Wk may differ only if
+            H is 1.
+        counts: number of keys in each class for each query, ``[1 or B, H, Wq, C]``.
+        total: number of all keys, broadcast to ``[1 or B, H, Wq, 1]``. With ``mean`` the weight of
+            a key is ``w_ab total / counts``; without ``mean``, or if None, it is ``w_ab``.
         horizon_y, horizon_x: Ry and Rx.
-        later: number of places by which keys are shifted to the right compared with ``v``, on a
-            single row.
+        later: number of columns by which the keys are shifted to the right compared with ``v``; 0
+            unless H is 1.
         mean: see ``total``. The plain form divides by ``total`` either way.
 
     Returns:
@@ -191,14 +190,12 @@ def class_sums(
 
 
 def _with_a_column(x: Tensor) -> Tensor:
-    """Return ``x [..., e]``, or one column of zeros if e is 0: tiles need a width, and the mass
-    does not depend on it.
-    """
+    """Return ``x [..., e]``, or one column of zeros if e is 0: tiles need a width of at least 1."""
     return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
 def _moved(v: Tensor, later: int) -> Tensor:
-    """Return values with ``later`` places of zeros before them."""
+    """Return values with ``later`` columns of zeros before them."""
     return F.pad(v, (0, 0, later, 0)) if later else v
 
 
@@ -207,7 +204,7 @@ def _takes_direct(v: Tensor, horizon_y: int) -> bool:
 
 
 def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, tiles: QueryTiles):
-    """Yield for each chunk of the tiled form: the chunk, the keys for its windows and its bands."""
+    """Yield for each chunk of the tiled form: the chunk, its ``QueryTiles.keys``, and its bands."""
     for chunk in in_turn(_chunks(q, table, KEY_ELEMENTS // max(1, prod(v.shape[2:])))):
         keys, heads = tiles.keys(chunk.part(v), table.dtype), len(chunk.table)
         yield chunk, keys, in_turn(tiles.bands(heads, v.shape[4]))
@@ -221,7 +218,7 @@ def _band_weights(
     counts: Tensor,
     scale: Tensor | None,
 ):
-    """Return queries, features, weights, counts and scale of a band, tile by tile."""
+    """Return the queries, features, weights, counts and scale of a band, in the order of tiles."""
     query = tiles.load(chunk.part(q), band, chunk.table.dtype)
     own_counts = tiles.load(chunk.part_shared(counts), band, counts.dtype)
     if scale is not None:
@@ -309,8 +306,8 @@ def class_sums_backward(
     later: int = 0,
     mean: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``class_sums`` with respect to q, table and v; the weights are
-    recomputed, not saved.
+    """Return the gradients of ``class_sums`` with respect to q, table and v; weights are
+    recomputed.
     """
     e, v = v.shape[4], _moved(_with_a_column(v), later)
     d_values = _with_a_column(d_values)
@@ -340,8 +337,8 @@ def _tiled_backward(
             places = tiles.where(len(keys), band)
             d_windows = torch.bmm(tiles.spread(w).mT, own_grad).flatten(0, 1)
             d_keys.flatten(0, 2).index_add_(0, places, d_windows)
-            # The gradient of the weights: through the sums of values, and through the mass, which
-            # is weight times count.
+            # The gradient of the weights, through the sums of values and through the mass, the sum
+            # of weight times count.
             d_spread = torch.bmm(own_grad, tiles.windows(keys, places).mT)
             d_w = tiles.collect(d_spread, w.shape[2]).view_as(w)
             d_w.addcmul_(tiles.load(grad_mass, band, table.dtype), own_counts)
@@ -361,7 +358,7 @@ def _direct_backward(
         phi = elu1(query)
         w = _weights(phi, chunk.table, scale_)
         chunk.part(dv).flatten(1, 2).copy_(torch.bmm(w.gather(2, index).mT, grad))
-        # A score for each pair, summed by class.
+        # The gradient of each pair's weight, summed by class.
         d_w = (
             torch.zeros_like(w)
             .scatter_add_(2, index, torch.bmm(grad, value.mT))

@@ -1,21 +1,22 @@
-"""Scores of clipped relative position for every pair of places, by strides, forward and backward,
-for use in a softmax.
+"""Scores of clipped relative position for every pair of query and key, as one operator with its
+gradient, for use in a softmax.
 
-This module expands one score per class to one score per pair. Softmax, masks and kinds of relative
-position are handled elsewhere: both axes of the table are given, and an unused axis has length 1.
+This module expands one score per class to one score per pair. The table has two axes, rows and
+columns; an unused axis has length 1. Callers handle softmax and masks.
 
-Along a row of the grid, a block of b queries has scores for all offsets in its reach, from
-``1 - b - x0`` on. They are stored in lines one longer than needed per query. Read with lines
-shorter by one, each key of each query is in its place without an index lookup. For b = 3 queries
-and 4 keys, with ``c`` the place in the line (``.`` is not read):
+A block is b queries of one row of the grid. Each query has a score for every column offset that
+occurs in the block, and they are stored as one line of memory per query. Column j of the grid is at
+a different place in each line, one further left per query. So a view whose stride per query is one
+less than a line has all keys in order, without an index lookup. For b = 3 queries and 4 keys, with
+``c`` the place in the line (``.`` is not read):
 
-    c         0  1  2  3  4  5          line of 6, read in lines of 5 from c = 2
+    c         0  1  2  3  4  5          lines of 6, viewed with a stride of 5 from c = 2
     query 0   .  .  0  1  2  3    ->    0  1  2  3
     query 1   . -1  0  1  2  .         -1  0  1  2
     query 2  -2 -1  0  1  .  .         -2 -1  0  1
 
-Offsets beyond the horizon repeat the score of the outermost class. Rows need no shift: all queries
-of a block are in one row.
+Offsets beyond the horizon repeat the score of the outermost class. Rows need no shift, because all
+queries of a block are in one row.
 """
 
 from dataclasses import dataclass
@@ -34,8 +35,10 @@ BLOCK_QUERIES = 128
 
 @dataclass(frozen=True)
 class _Reach:
-    """Consecutive offsets along one axis: their classes, and the extra offsets in the first and the
-    last class.
+    """Consecutive offsets along one axis.
+
+    ``classes`` are the classes that occur. ``before`` and ``after`` are the numbers of further
+    offsets, beyond the horizon, in the first and in the last of them.
     """
 
     classes: slice
@@ -52,7 +55,7 @@ class _Reach:
         return torch.cat([first.expand(before), x, last.expand(after)], dim)
 
     def collect(self, grad: Tensor, dim: int) -> Tensor:
-        """Apply the transpose of ``spread``."""
+        """Sum one entry per offset to one per class: the transpose of ``spread``."""
         if not (self.before or self.after):
             return grad
         num, last = grad.shape[dim], grad.shape[dim] - self.after
@@ -63,8 +66,8 @@ class _Reach:
 
 
 def _reach(first: int, count: int, num_classes: int) -> _Reach:
-    """Return the reach of the offsets ``first .. first + count - 1``, first <= 0, for a table of
-    ``num_classes`` = 2R+1 entries.
+    """Return the ``_Reach`` of the offsets ``first .. first + count - 1``, with ``first <= 0``, for
+    ``num_classes`` = 2R+1 classes.
     """
     horizon = num_classes // 2
     low, high = (max(-horizon, min(horizon, offset)) for offset in (first, first + count - 1))
@@ -75,8 +78,8 @@ def _reach(first: int, count: int, num_classes: int) -> _Reach:
 
 
 def _shifted(lines: Tensor, width: int) -> Tensor:
-    """Return a view of contiguous lines ``[..., b, H, b - 1 + width]``, query i from place
-    ``b - 1 - i`` on: ``[..., b, H, width]``.
+    """Return a view ``[..., b, H, width]`` of contiguous lines ``[..., b, H, b - 1 + width]``, in
+    which query i begins at place ``b - 1 - i``.
     """
     block, heads = lines.shape[-3], lines.stride()[:-3]
     strides = (*heads, lines.stride(-3) - 1, lines.stride(-2), 1)
@@ -84,8 +87,8 @@ def _shifted(lines: Tensor, width: int) -> Tensor:
 
 
 def _blocks(q: Tensor, table: Tensor, height: int, width: int):
-    """Yield for each block of queries its row, its columns, and its reach in the rows and columns
-    of the table.
+    """Yield for each block of queries its row, its columns, and its offsets along rows and along
+    columns.
     """
     for y in range(q.shape[2]):
         for x in chunks(q.shape[3], BLOCK_QUERIES):
@@ -94,22 +97,22 @@ def _blocks(q: Tensor, table: Tensor, height: int, width: int):
 
 
 def _by_head(x: Tensor, y: int, columns: slice) -> Tensor:
-    """Return the queries of one block, heads first: ``[h, B, b, ...]`` of ``[B, h, H, W, ...]``, a
-    view.
+    """Return the queries of one block as a view, heads first: ``[h, B, b, ...]`` of
+    ``x [B, h, H, W, ...]``.
     """
     return x[:, :, y, columns].transpose(0, 1)
 
 
 def _classes(table: Tensor, rows: _Reach, columns: _Reach, q: Tensor) -> Tensor:
-    """Return the entries in a block's reach, in one line and in the dtype of q: ``[h, n, d]``."""
+    """Return the n table entries that occur in a block, in the dtype of q, ``[h, n, d]``."""
     return (
         table[:, rows.classes, columns.classes].flatten(1, 2).to(q.dtype).expand(q.shape[1], -1, -1)
     )
 
 
 def _pairs(matrix: Tensor, q: Tensor, height: int, width: int, prefix: int) -> Tensor:
-    """Return a view ``[B, h, H, W, height, width]`` of the pairs of patches in
-    ``matrix [B, h, P + H*W, P + height*width]``.
+    """Return the pairs of patches in ``matrix [B, h, P + H*W, P + height*width]`` as a view
+    ``[B, h, H, W, height, width]``.
     """
     return matrix[:, :, prefix:, prefix:].unflatten(3, (height, width)).unflatten(2, q.shape[2:4])
 
@@ -119,9 +122,7 @@ def _empty_scores(q: Tensor, height: int, width: int, prefix: int) -> Tensor:
 
 
 def score_flops(q, table, height: int, width: int, *, backward: bool) -> int:
-    """Count the products of each query with the entries in its block's reach, as if it reached them
-    all.
-    """
+    """Count the products of each query with the table entries that may occur on the grid."""
     _, _, rows, columns, _ = q
     classes = min(table[1], rows + height - 1) * min(table[2], columns + width - 1)
     return 2 * prod(q) * classes * (2 if backward else 1)
@@ -129,23 +130,23 @@ def score_flops(q, table, height: int, width: int, *, backward: bool) -> int:
 
 @operator(fake=_empty_scores, flops=partial(score_flops, backward=False))
 def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0) -> Tensor:
-    """Return ``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
-    ``[B, h, P + H*W, P + height*width]``.
+    """Return the score of each query and key, ``[B, h, P + H*W, P + height*width]``: ``q_yx . r``
+    with the class ``(clip(u - y), clip(w - x))`` for the key at (u, w).
 
-    Differentiable once; autograd saves only q and the table. In addition to the result, one block
-    of at most 128 queries is in memory.
+    Autograd saves only q and the table. In addition to the result, the scores of one block of at
+    most 128 queries are in memory.
 
     Args:
         q: ``[B, h, H, W, d]``, any strides.
-        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, past to future; any horizon, beyond the grid too.
-        height, width: grid of the keys; its top left is the top left of the queries' grid.
-        prefix: P, rows and columns of 0 in front.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, past to future; the horizons may exceed the grid.
+        height, width: size of the grid of the keys, with the same top left as the grid of queries.
+        prefix: P, the number of rows and columns of 0 in front.
 
     Returns:
         Scores in the dtype of q; a gradient of the table is summed in float32 or wider.
 
-    Source: Shaw et al. 2018, eq. 5, with its clipping. The strided view corresponds to the stacked
-    diagonals of Ukhov's relative attention (future to past there), here block by block; two
+    Source: Shaw et al. 2018, eq. 5, with clipping. The strided view corresponds to the stacked
+    diagonals of Ukhov's relative attention, which run from future to past; blocks and two
     dimensions are ours.
     """
     out = _empty_scores(q, height, width, prefix)
@@ -156,13 +157,13 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
         return out
     for y, x, rows, columns in _blocks(q, table, height, width):
         queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
-        # One score per entry in reach, repeated beyond the horizon, and read with a shift that puts
-        # each key in its place.
+        # One score per occurring class, repeated beyond the horizon, and viewed with a shift that
+        # aligns the keys.
         scores = torch.bmm(queries.flatten(1, 2), entries.mT)
         num_rows = rows.classes.stop - rows.classes.start
         scores = scores.unflatten(1, queries.shape[1:3]).unflatten(3, (num_rows, -1))
         scores = _shifted(columns.spread(scores, 4), width)
-        # Rows of keys beyond the horizon repeat the outermost row of scores.
+        # Rows of keys beyond the horizon take the scores of the outermost class of rows.
         target, end = _by_head(pairs, y, x), rows.before + num_rows
         target[..., rows.before : end, :] = scores
         target[..., : rows.before, :] = scores[..., :1, :]
@@ -186,7 +187,7 @@ def relative_scores_backward(
         return d_q, d_table.to(table.dtype)
     for y, x, rows, columns in _blocks(q, table, height, width):
         queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
-        # The same steps backwards: repeated scores are summed, and the shifted view scatters.
+        # The forward steps in reverse: repeated scores are summed, the shifted view is written to.
         d_scores = rows.collect(_by_head(pairs, y, x), 3)
         lines = d_scores.new_zeros(*d_scores.shape[:4], x.stop - x.start - 1 + width)
         _shifted(lines, width).copy_(d_scores)

@@ -1,5 +1,5 @@
-"""Joint relative position by GPU kernels, for the operators of the attentions: supported inputs and
-calls.
+"""Joint relative position by GPU kernels: supported inputs, and the calls for the operators of the
+attentions.
 
 Other packages use these kernels only through this module. Triton is imported when a kernel first
 runs.
@@ -28,8 +28,8 @@ MAX_CLASSES_ELSEWHERE = 64
 def why_not(
     relative: RelativePosition | None, q: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> str | None:
-    """Return the reason why no kernels exist for a relative position with ``q [B, h, N, d]`` and
-    ``v [B, h, M, e]``, in one sentence; None if they exist.
+    """Return in one sentence why there are no kernels for a relative position with
+    ``q [B, h, N, d]`` and ``v [B, h, M, e]``; None if there are.
     """
     if relative is None:
         return None
@@ -44,8 +44,8 @@ def why_not(
 
 
 def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
-    """Return the reason against kernels for widths d and e, a dtype and the horizons Ry and Rx;
-    None if there is none.
+    """Return why there are no kernels for widths d and e, a dtype, and horizons (Ry, Rx); None if
+    there are.
     """
     size = dtype.itemsize
     odd = d % launch.OCTET or e % launch.OCTET
@@ -67,7 +67,7 @@ def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int])
 
 
 def place_of(relative: Joint | None) -> list[int]:
-    """Return a ``GridClasses`` as a list of numbers for an operator; empty without a position."""
+    """Return the fields of ``GridClasses`` as a list, which operators accept; empty for None."""
     if relative is None:
         return []
     grid, (_, rows, columns, _) = relative.layout.grid, relative.table.shape
@@ -76,58 +76,57 @@ def place_of(relative: Joint | None) -> list[int]:
 
 
 def place_from(numbers: Sequence[int]) -> GridClasses | None:
-    """Return the ``GridClasses`` of a list from ``place_of``; None for an empty list."""
+    """Return the ``GridClasses`` for a result of ``place_of``; None for an empty list."""
     if not numbers:
         return None
     *sizes, mean = numbers
     return GridClasses(*sizes, bool(mean))  # type: ignore[call-arg]
 
 
-def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
-    """Count the operations that joint relative position adds per patch, as ``class_sums`` does in
-    its tiled form.
-    """
+def flops(q, v, table, grid: Sequence[int], *, backward: bool) -> int:
+    """Count the operations of joint relative position, as for the tiled form of ``class_sums``."""
     if table is None:
         return 0
     (batch, heads, n, d), classes = q, table[1] * table[2]
     per_query = classes * (3 * d + 2 * v[3] if backward else d + v[3])
-    return 2 * batch * heads * (n - place[2]) * per_query
+    return 2 * batch * heads * (n - grid[2]) * per_query
 
 
-def mean_beside_sums(
-    q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: GridClasses
+def mean_from_sums(
+    q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, grid: GridClasses
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean under both terms and its mass, from sums of the content.
+    """Return the weighted mean under both terms, and the mass of both terms.
 
-    The sums are ``values [B, h, N, e]`` and ``mass [B, h, N]``, divided by M. Prefix tokens have
-    only content.
+    ``values [B, h, N, e]`` and ``mass [B, h, N]`` are the sums of the content, divided by M. Prefix
+    tokens have only the content term.
     """
     from visionattn.ops.position.kernels.joint_forward import FromSums, joint_means
 
     out, total = tokens_first(v, *values.shape), mass.new_empty(mass.shape)
-    if place.prefix:
-        first = slice(0, place.prefix)
+    if grid.prefix:
+        first = slice(0, grid.prefix)
         total[:, :, first] = mass[:, :, first]
         out[:, :, first] = values[:, :, first] / mass[:, :, first, None]
-    joint_means(q, table, v, FromSums(values, mass), place, out, total)
+    joint_means(q, table, v, FromSums(values, mass), grid, out, total)
     return out, total
 
 
-def write_means_beside_state(
+def write_means_from_state(
     q: Tensor,
     table: Tensor,
     v: Tensor,
     state: tuple[Tensor, Tensor, str],
-    place: GridClasses,
+    grid: GridClasses,
     out: Tensor,
     mass: Tensor,
 ) -> None:
-    """Write the patches' part of mean and mass, with the content given as ``state``: S, Z and the
-    feature map.
+    """Write the weighted mean under both terms and the mass, for all patches.
+
+    The content is a ``state`` of kernelized attention: S, Z and the name of the feature map.
     """
     from visionattn.ops.position.kernels.joint_forward import FromState, joint_means
 
-    joint_means(q, table, v, FromState(*state), place, out, mass)
+    joint_means(q, table, v, FromState(*state), grid, out, mass)
 
 
 def backward(
@@ -137,19 +136,19 @@ def backward(
     q: Tensor,
     table: Tensor,
     v: Tensor,
-    place: GridClasses,
+    grid: GridClasses,
     dv: Tensor,
     *of_content: Tensor | str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q, and of the table in its dtype; add the gradient of the values to
-    ``dv``.
+    """Return the gradients of q and of the table, in their dtypes; add the gradient of the values
+    to ``dv``.
 
-    ``of_content`` are the fields of ``OfContent``: the unfinished part of the content's backward
-    pass. The others are as for ``joint_backward``.
+    ``of_content`` are the fields of ``OfContent``; the other arguments are as for
+    ``joint_backward``.
     """
     from visionattn.ops.position.kernels.joint_backward import joint_backward
     from visionattn.ops.position.kernels.queries_backward import OfContent
 
     content = OfContent(*of_content)
-    dq, d_table = joint_backward(grad, out, mass, q, table, v, place, content, dv)
+    dq, d_table = joint_backward(grad, out, mass, q, table, v, grid, content, dv)
     return dq, d_table.to(table.dtype)

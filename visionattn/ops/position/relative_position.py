@@ -1,15 +1,16 @@
 """Linear relative position: weights ``S_ij = phi(q_i) . r_class(i,j)``, added to the weights of the
 content.
 
-Relative position is key minus query; tables run from past to future: entry
-``clip(delta, -R, R) + R``. There are three kinds of classes: ``Flat`` clips the offset in the
-sequence, ``Joint`` clips the pair of offsets on the grid, ``Axial`` adds a table of rows and a
-table of columns. Prefix tokens take no part. ``phi`` is ``elu1`` of the unscaled queries.
+An offset is the position of the key minus the position of the query. The class of a pair is its
+clipped offset ``clip(delta, -R, R) + R``, an index into a table that runs from past to future.
+There are three kinds: ``Flat`` clips the offset in the sequence, ``Joint`` clips both offsets on
+the grid, ``Axial`` adds a table of rows and a table of columns. Prefix tokens take no part. ``phi``
+is ``elu1`` of the unscaled queries.
 
-With ``normalization="sum"`` the weights are S, as in the papers. With "mean" each class counts as
-the mean of its keys: S is divided by the number of keys of the class that the query sees, and the
-content by the number of all keys that it sees. Classes that grow with the image then cannot
-dominate the near ones.
+With ``normalization="sum"`` the weights are S, as in the papers. With "mean" each class contributes
+the mean of its keys: S is divided by the number of keys in the class that the query sees, and the
+content by the number of all keys that it sees. Then the outermost classes, which grow with the
+image, cannot dominate the near ones.
 
 Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimension and "sum"; the
 rest is ours.
@@ -36,7 +37,7 @@ class Flat:
 
     Args:
         table: ``[h or 1, 2R+1, d]``, non-negative (signed for ``softmax_attention``).
-        layout: skips the prefix and counts patches row by row; None: every token counts.
+        layout: offsets count patches row by row, without the prefix; None: they count all tokens.
         normalization: "sum" or "mean".
     """
 
@@ -53,7 +54,7 @@ class Axial:
     Args:
         rows, columns: ``[h or 1, 2R+1, d]``, each with its own R, non-negative (signed for
             ``softmax_attention``).
-        layout: the places of the tokens.
+        layout: the grid positions of the tokens.
         normalization: "sum" or "mean"; each part has its own classes.
     """
 
@@ -70,7 +71,7 @@ class Joint:
     Args:
         table: ``[h or 1, 2R+1, 2R+1, d]``, rows (dy) first, non-negative (signed for
             ``softmax_attention``).
-        layout: the places of the tokens.
+        layout: the grid positions of the tokens.
         normalization: "sum" or "mean".
     """
 
@@ -81,7 +82,7 @@ class Joint:
 
 RelativePosition = Flat | Axial | Joint
 KINDS: dict[str, type[RelativePosition]] = {"joint": Joint, "axial": Axial, "flat": Flat}
-"""Classes of relative position by their names in layers, models and tools."""
+"""The kinds of relative position, by their names in layers, models and tools."""
 
 
 def tables_of(relative: RelativePosition) -> dict[str, Tensor]:
@@ -100,7 +101,7 @@ def key_counts(
 ) -> Tensor:
     """Count the keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``.
 
-    The result is in the ``counting_dtype`` of ``dtype`` or of ``k [B, h, M, d]``.
+    The result is in the ``counting_dtype`` of ``dtype``; None: of the dtype of ``k [B, h, M, d]``.
     """
     dtype = counting_dtype(dtype or k.dtype)
     if not causal:
@@ -114,7 +115,9 @@ def key_counts(
 
 
 def axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Count the keys of each class on one full axis, ``[2R+1, length]``, in closed form."""
+    """Count the keys of each class for each query along one full axis, ``[2R+1, length]``, in
+    closed form.
+    """
     if horizon == 0:
         return torch.ones(1, length, dtype=dtype, device=device) * length
     i = torch.arange(length, dtype=dtype, device=device)
@@ -133,13 +136,14 @@ def count_classes(
     device: torch.device | str = "cpu",
     present: Tensor | None = None,
 ) -> Tensor:
-    """Count the keys of each class for each place of the grid:
+    """Count the keys of each class for a query at each grid position,
     ``[1 or B, H, W, (2Ry+1) * (2Rx+1)]``.
 
     Args:
         layout: the grid, and which patches are present.
         horizons: Ry and Rx.
-        present: ``[B, 1, H, W]`` of 0 and 1, in place of the layout's; None: the layout's.
+        present: ``[B, 1, H, W]`` of 0 and 1, used in place of the layout's patches; None: the
+            layout's.
 
     Raises:
         ValueError: a grid with negative sides.
@@ -159,8 +163,10 @@ def count_classes(
 
 
 def _present(layout: TokenLayout, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 for dropped patches; None if
-    all are present.
+    """Return which grid positions have a patch that takes part, ``[B, 1, H, W]`` of 0 and 1; None
+    if all have.
+
+    ``key_mask`` is a mask of the tokens.
     """
     kept = layout.kept
     if key_mask is None and kept is None:
@@ -173,11 +179,11 @@ def _present(layout: TokenLayout, key_mask: Tensor | None, dtype: torch.dtype) -
 def mask_absent(
     relative: RelativePosition | None, key_mask: Tensor | None
 ) -> tuple[RelativePosition | None, Tensor | None]:
-    """Convert absent places of the layout to a mask of keys, and return the equivalent relative
-    position with it.
+    """Return an equivalent relative position whose layout has no absent patches, and a key mask
+    that excludes them.
 
-    Counts of the layout are kept unless another mask removes keys. Operations call this first, so
-    that forms and kernels handle only masks.
+    Counts of the layout are kept unless ``key_mask`` removes further keys. Operations call this
+    first, so that forms and kernels need to handle masks only.
     """
     if relative is None or relative.layout is None:
         return relative, key_mask
@@ -194,18 +200,18 @@ def mask_absent(
 
 
 def _places_in_sequence(present: Tensor) -> Tensor:
-    """Return the place of each grid place along the sequence, ``[B, H*W]``: first places with
-    content in their order, then the others.
+    """Return the index along the sequence of each grid position, ``[B, H*W]``: present positions
+    first, then absent ones, each in grid order.
     """
-    there, absent = present.cumsum(1), (~present).cumsum(1)
-    return torch.where(present, there, there[:, -1:] + absent) - 1
+    index, absent_index = present.cumsum(1), (~present).cumsum(1)
+    return torch.where(present, index, index[:, -1:] + absent_index) - 1
 
 
 def _axial_sums(
     relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]`` by rows and, on transposed views,
-    by columns.
+    """Return the sums of values ``[B, h, H, W, e]`` and of weights ``[B, h, H, W]`` of both
+    parts; columns are the rows of transposed views.
     """
     (height, width), options = q.shape[2:4], dict(dtype=relative.rows.dtype, device=q.device)
     mean = relative.normalization == "mean"
@@ -224,10 +230,10 @@ def _axial_sums(
 def joint_classes(
     relative: Joint, key_mask: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the table, the keys of each class ``[1 or B, H, W, C]`` and, for "mean", all keys
-    ``[1 or B, 1, 1, 1]``.
+    """Return the table, the number of keys in each class ``[1 or B, H, W, C]`` and, for "mean", the
+    number of all keys ``[1 or B, 1, 1, 1]`` (else None).
 
-    All are in the dtype of ``total``; ``total`` is as for ``relative_sums``.
+    All are in the dtype of ``total``, which is as for ``relative_sums``.
     """
     dtype = total.dtype
     return (
@@ -240,7 +246,7 @@ def joint_classes(
 def _joint_counts(
     relative: Joint, key_mask: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the number of keys of each class, from the layout if it has them."""
+    """Return the number of keys in each class, from the layout if it has ``counts``."""
     if relative.layout.counts is not None:
         return relative.layout.counts
     present = _present(relative.layout, key_mask, dtype)
@@ -249,9 +255,9 @@ def _joint_counts(
 
 
 def _products(q: Tensor, v: Tensor) -> torch.dtype:
-    """Return the dtype of products of class sums.
+    """Return the dtype of the products of ``class_sums``.
 
-    It is bfloat16 only without gradients, because the gradients of content and relative term nearly
+    With gradients it is never bfloat16, because the gradients of content and relative term nearly
     cancel.
     """
     return accumulation_dtype(q, v) if torch.is_grad_enabled() else product_dtype(q, v)
@@ -283,11 +289,11 @@ def relative_sums(
     """Return the relative term's sums of values and of weights, for the tokens after the prefix.
 
     Args:
-        q: ``[B, h, N, d]`` as given to the attention.
-        v: ``[B, h, M, e]``, zero where masked.
-        key_mask: bool ``[B, M]``, all keys that take part (``mask_absent``); None: every key.
-        total: number of keys that each query sees, ``[B or 1, 1, 1 or N]``; with "mean", the sums
-            are means times this number.
+        q: ``[B, h, N, d]`` as passed to the attention.
+        v: ``[B, h, M, e]``, 0 where masked.
+        key_mask: bool ``[B, M]``, True takes part, after ``mask_absent``; None: all keys.
+        total: number of keys that each query sees, ``[B or 1, 1, 1 or N]``. With "mean", each class
+            contributes its mean times this number.
         causal: with ``Flat``, token i attends to tokens j <= i only.
     """
     dtype = accumulation_dtype(q, v)
@@ -314,8 +320,9 @@ def _flat_relative_sums(
     dtype: torch.dtype,
     causal: bool,
 ) -> Sums:
-    """Return the sums along a sequence, treated as a grid of one row; queries may be more or fewer
-    than keys.
+    """Return the sums along a sequence, treated as a grid of one row.
+
+    The numbers of queries and keys may differ.
     """
     table, layout = relative.table.to(_products(q, v)), relative.layout
     counted, mean = counting_dtype(dtype), relative.normalization == "mean"
@@ -342,7 +349,7 @@ def _flat_relative_sums(
     if causal:
         table, later = _of_the_past(table)
         present, horizon = F.pad(present, (later, 0)), table.shape[1] // 2
-    # Keys of each class for each query; causal queries have none in the future.
+    # The number of keys in each class for each query; a causal query has no future keys.
     counts = axis_classes(present, horizon, q.shape[3]).mT
     if causal:
         future = torch.arange(2 * horizon + 1, device=table.device) > past
@@ -360,11 +367,11 @@ def _flat_relative_sums(
 
 
 def _of_the_past(table: Tensor) -> tuple[Tensor, int]:
-    """Return a table of past classes only, and the number of places by which keys must shift to the
-    right for it.
+    """Return a table with about half the classes of ``table [h or 1, 2R+1, d]``, for past keys
+    only, and the shift that it needs.
 
-    It has about half the classes of ``table [h or 1, 2R+1, d]``. The offsets from -R to 0 become
-    offsets from ``-R'`` to ``R - R'`` with ``R' = R // 2 + 1``; later entries are zero.
+    With the keys shifted to the right by the second result, the offsets from -R to 0 become offsets
+    from ``-R'`` to ``R - R'`` with ``R' = R // 2 + 1``. Entries for later offsets are 0.
     """
     horizon = table.shape[1] // 2
     later = (horizon - 1) // 2
@@ -380,19 +387,18 @@ def mean_with_relative(
     key_mask: Tensor | None,
     causal: bool = False,
 ) -> Tensor:
-    """Return the weighted mean ``[B, h, N, e]`` under content and relative term, in the unit of
-    ``normalization``.
+    """Return the weighted mean ``[B, h, N, e]`` under content and relative term.
 
-    With "mean" that is ``content / M + S / n``, all times M: the mean is the same, and the content
-    is unchanged.
+    With the normalization "mean" the weights ``content / M + S / n`` are multiplied by M: this
+    leaves the content unchanged, and M cancels in the weighted mean.
 
     Args:
         content: the sums of the content term.
         relative: None: content only.
-        q: ``[B, h, N, d]`` as given to the attention.
+        q: ``[B, h, N, d]`` as passed to the attention.
         v, key_mask, causal: see ``relative_sums``.
-        count: number of keys that each query sees, ``[B or 1, 1, 1 or N]``, in the dtype of the
-            sums.
+        count: M, the number of keys that each query sees, ``[B or 1, 1, 1 or N]``, in the dtype of
+            the sums.
     """
     if relative is None:
         return content.divide()

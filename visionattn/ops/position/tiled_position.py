@@ -1,19 +1,20 @@
 """Sums over the classes of relative position in the tiled form: one matrix product for each tile of
 queries and its window of keys.
 
-The grid is cut into tiles of queries. Along one axis, a tile of ``t`` queries reads ``t + 2R``
-keys: the ``t + 2R - 2`` places within the horizon of some query, and before and after them one sum
-of all places beyond. With t = 4, R = 2 and tiles at 0, 4, 8:
+The grid is cut into tiles of queries. Along one axis, a tile of ``t`` queries has a window of
+``t + 2R`` entries: the ``t + 2R - 2`` places within the horizon of some query, one sum of all
+places before them, and one sum of all places after them. A place is an index along the axis. With
+t = 4, R = 2 and tiles at 0, 4, 8:
 
     places    -1 0 1 2 3 4 5 6 7 8 9 10 ...
     tile 1    [sum to 2] 3 4 5 6 7 8 [sum from 9 on]      the queries are 4 5 6 7
 
-The key at position j of the window has the class ``clip(j - R - p, -R, R)`` for query p of the
-tile. So one gather with the same index in every tile turns weights of classes into weights of keys.
-Both axes of a grid are handled alike. R = 0 is one class: the sum of all places.
+Entry j of the window has the class ``clip(j - R - p, -R, R)`` for query p of the tile. So one
+gather with the same index in every tile turns weights of classes into weights of entries. Both axes
+of a grid work in the same way. R = 0 is a single class: the sum of all places.
 
-Sums of far places are running sums of whole tiles, never differences: float32 loses no precision.
-Feature maps and counts are in ``joint_position.py``.
+The sums of far places are running sums of whole tiles, never differences, so float32 loses no
+precision. Feature maps and counts are in ``joint_position.py``.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ BAND_ELEMENTS, MOST_THREADS = 1 << 21, 8
 
 @dataclass(frozen=True)
 class KeyAxis:
-    """One axis of a grid of keys: places padded with zeros, then the sums that tiles read.
+    """One axis of a grid of keys: places padded with zeros, followed by the sums of far places.
 
     Args:
         places: number of places of queries or keys, whichever is larger.
@@ -47,35 +48,37 @@ class KeyAxis:
 
     @property
     def tiles(self) -> int:
+        """The number of tiles."""
         return -(-self.places // self.size)
 
     @property
     def window(self) -> int:
-        """Number of keys that a tile reads."""
+        """The number of entries in the window of a tile."""
         return self.size + 2 * self.horizon if self.horizon else 1
 
     @property
     def margin(self) -> int:
-        """Number of zeros before the first and after the last tile."""
+        """The number of zeros before the first and after the last tile."""
         return max(self.horizon - 1, 0)
 
     @property
     def padded(self) -> int:
+        """The number of places including padding."""
         return self.tiles * self.size + 2 * self.margin
 
     @property
     def length(self) -> int:
-        """Number of padded places and sums (before and after each tile, or of all places)."""
+        """The number of padded places and sums: two sums per tile, or for R = 0 one sum."""
         return self.padded + (2 * self.tiles if self.horizon else 1)
 
     def classes(self, device: torch.device) -> Tensor:
-        """Return the class of each key of the window for each query, ``[t, window]``."""
+        """Return the class of each entry of the window for each query, ``[t, window]``."""
         key = torch.arange(self.window, device=device) - self.horizon
         query = torch.arange(self.size, device=device)[:, None]
         return (key - query).clamp(-self.horizon, self.horizon) + self.horizon
 
     def windows(self, device: torch.device) -> Tensor:
-        """Return the indices of each tile's keys along the axis, ``[tiles, window]``."""
+        """Return the index along the axis of each entry of each window, ``[tiles, window]``."""
         tile = torch.arange(self.tiles, device=device)[:, None]
         if not self.horizon:
             return torch.full_like(tile, self.padded)
@@ -84,14 +87,14 @@ class KeyAxis:
         return torch.cat([before, inside, before + self.tiles], dim=1)
 
     def add_up(self, x: Tensor) -> None:
-        """Write the sums of places of ``x [..., length, m]`` after the places."""
+        """Write the sums of far places of ``x [..., length, m]`` behind its padded places."""
         places, sums = x.split([self.padded, self.length - self.padded], -2)
         if not self.horizon:
             torch.sum(places, -2, keepdim=True, out=sums)
             return
-        # The sum before the window of tile i covers the first i blocks of t places, from the first
-        # place on. The sum after it covers the blocks past i, from twice the margin on. Both are
-        # sums of steps.
+        # Cut the padded places into blocks of t. The sum before the window of tile i covers the
+        # first i blocks. The sum after the window covers the blocks after block i, where blocks
+        # begin at twice the margin. Both add up steps, whose size divides t and twice the margin.
         step = gcd(self.size, 2 * self.margin)
         steps, count = places.unflatten(-2, (-1, step)).sum(-2), self.size // step
         first, last = (
@@ -102,7 +105,7 @@ class KeyAxis:
         sums[..., self.tiles :, :] = _earlier(last.flip(-2)).flip(-2)
 
     def add_up_backward(self, grad: Tensor) -> None:
-        """Add the gradients of sums to the gradients of places."""
+        """Add the gradients of the sums to the gradients of the places that they cover."""
         places, sums = grad.split([self.padded, self.length - self.padded], -2)
         if not self.horizon:
             places += sums
@@ -117,12 +120,12 @@ class KeyAxis:
 
 
 def _earlier(x: Tensor) -> Tensor:
-    """Return the sums ``[..., n, m]`` of the earlier rows of ``x``; 0 for the first row."""
+    """Return for each row of ``x [..., n, m]`` the sum of all earlier rows; 0 for the first."""
     return F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
 
 
 class Band(NamedTuple):
-    """Tiles that are processed at once: some rows and columns of tiles."""
+    """The tiles that are processed at once: some rows and columns of tiles."""
 
     rows: slice
     columns: slice
@@ -132,8 +135,9 @@ class QueryTiles:
     """A grid of queries, cut into tiles.
 
     Args:
-        height, width: places; ``width`` of queries or keys, whichever is larger.
+        height, width: numbers of places; ``width`` of queries or keys, whichever is larger.
         horizons: Ry and Rx.
+        device: device of the index tensors.
     """
 
     def __init__(self, height: int, width: int, horizons: tuple[int, int], device: torch.device):
@@ -146,24 +150,24 @@ class QueryTiles:
         self.window = self.rows.window * self.columns.window
         self.device = device
         self.buffers: dict[str, Tensor] = {}
-        # The class of each key for each query, [queries, keys of the window].
+        # The class of each entry of the window for each query, [queries, window].
         y, x = self.rows.classes(device), self.columns.classes(device)
         index = y[:, None, :, None] * (2 * horizons[1] + 1) + x[None, :, None, :]
         self.index = index.flatten(2).flatten(0, 1)
-        # The indices of each tile's keys along either axis, [tiles, window].
+        # The index of each entry of each window along either axis, [tiles, window].
         self.places = self.rows.windows(device) * self.columns.length, self.columns.windows(device)
 
     def bands(self, heads: int, e: int) -> list[Band]:
         """Return bands whose weights and windows stay in cache."""
         cpu = self.device.type == "cpu"
         threads = min(torch.get_num_threads(), MOST_THREADS) if cpu else MOST_THREADS
-        most = max(1, BAND_ELEMENTS * threads // (heads * self.window * (self.queries + e)))
-        rows = chunks(self.rows.tiles, max(1, most // self.columns.tiles))
-        return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, most)]
+        tiles = max(1, BAND_ELEMENTS * threads // (heads * self.window * (self.queries + e)))
+        rows = chunks(self.rows.tiles, max(1, tiles // self.columns.tiles))
+        return [Band(r, c) for r in rows for c in chunks(self.columns.tiles, tiles)]
 
     def keys(self, v: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``v [g, H, W', e]`` with margins and sums along both axes,
-        ``[g, length of rows, length of columns, e]``.
+        """Return ``v [g, H, W', e]`` with padding and sums along both axes,
+        ``[g, rows.length, columns.length, e]``.
         """
         size = v.shape[0], self.rows.length, self.columns.length, v.shape[3]
         keys = v.new_empty(size, dtype=dtype)
@@ -185,12 +189,14 @@ class QueryTiles:
         return self.inside(grad, width)
 
     def inside(self, keys: Tensor, width: int) -> Tensor:
-        """View the places of a grid of keys."""
+        """Return the places of ``keys``, without padding and sums, as a view."""
         y, x = self.rows.margin, self.columns.margin
         return keys[:, y : y + self.rows.places, x : x + width]
 
     def windows(self, keys: Tensor, places: Tensor) -> Tensor:
-        """Return the keys of windows, ``[g * tiles, window, e]``, at the indices of ``where``."""
+        """Return the windows ``[g * tiles, window, e]`` of ``keys``, at the indices of
+        ``where``.
+        """
         out = self._memory("windows", (len(places), keys.shape[3]), keys)
         torch.index_select(keys.flatten(0, 2), 0, places, out=out)
         return out.view(-1, self.window, keys.shape[3])
@@ -205,8 +211,8 @@ class QueryTiles:
         return (y[:, :, None, :, None] + columns[:, None]).flatten()
 
     def load(self, x: Tensor, band: Band, dtype: torch.dtype) -> Tensor:
-        """Copy the queries of a band of ``x [g, H, W', c]`` tile by tile, ``[g, n, c]``; zeros
-        outside the grid.
+        """Return a copy of the queries of a band of ``x [g, H, W', c]`` in the order of tiles,
+        ``[g, n, c]``; 0 outside the grid.
         """
         part = self._part(x, band)
         shape = self._shape(band)
@@ -217,15 +223,15 @@ class QueryTiles:
         return part.new_empty(part.shape, dtype=dtype).copy_(part).flatten(1, 4)
 
     def store(self, part: Tensor, band: Band, out: Tensor) -> None:
-        """Write the queries of a band, ``part [g, n, c]``, to their places in
+        """Write the queries of a band in the order of tiles, ``part [g, n, c]``, to their places in
         ``out [g, H, W', c]``.
         """
-        there, (rows, height, columns, width) = self._part(out, band), self._shape(band)
+        target, (rows, height, columns, width) = self._part(out, band), self._shape(band)
         grid = part.unflatten(1, (rows, columns, height, width)).transpose(2, 3)
-        if there.shape[1:3] == (rows * height, columns * width):
-            there.unflatten(2, (columns, width)).unflatten(1, (rows, height)).copy_(grid)
+        if target.shape[1:3] == (rows * height, columns * width):
+            target.unflatten(2, (columns, width)).unflatten(1, (rows, height)).copy_(grid)
         else:
-            there.copy_(grid.flatten(3, 4).flatten(1, 2)[:, : there.shape[1], : there.shape[2]])
+            target.copy_(grid.flatten(3, 4).flatten(1, 2)[:, : target.shape[1], : target.shape[2]])
 
     def _part(self, x: Tensor, band: Band) -> Tensor:
         height, width = self.rows.size, self.columns.size
@@ -237,8 +243,8 @@ class QueryTiles:
         return rows, self.rows.size, columns, self.columns.size
 
     def spread(self, weights: Tensor) -> Tensor:
-        """Expand weights of classes, ``[g, n, C]``, to weights of keys,
-        ``[g * tiles, queries, window]``.
+        """Return the weights of the entries of windows, ``[g * tiles, queries, window]``, from
+        weights of classes ``[g, n, C]``.
         """
         weights = weights.view(-1, self.queries, weights.shape[2])
         index = self.index.expand(len(weights), -1, -1)
@@ -250,14 +256,14 @@ class QueryTiles:
         return out
 
     def _memory(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a buffer that the next band reuses: allocation costs more than its use."""
+        """Return a buffer that the next band reuses; allocation would cost more than filling it."""
         if name not in self.buffers or self.buffers[name].shape != shape:
             self.buffers[name] = like.new_empty(shape)
         return self.buffers[name]
 
     def collect(self, grad: Tensor, classes: int) -> Tensor:
-        """Return the gradient of weights of classes, ``[g * n, C]``, from the gradient of the
-        result of ``spread``, in float32 or float64.
+        """Return the gradient of the weights of classes, ``[g * n, C]``, from the gradient of the
+        result of ``spread``.
         """
         out = grad.new_zeros(*grad.shape[:2], classes)
         out.scatter_add_(2, self.index.expand(len(grad), -1, -1), grad)

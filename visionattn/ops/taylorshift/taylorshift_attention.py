@@ -1,10 +1,10 @@
-"""TaylorShift: attention whose weights are a second-order polynomial of the scores, in either of
-two forms.
+"""TaylorShift: attention whose weights are a second-order polynomial of the scores.
 
-``w_ij = a x_ij^2 + b x_ij + c`` with ``x_ij = q_i . k_j`` needs no exponential and no maximum, and
-its sums take time linear in the number of tokens. Source: Nauen, Palacio and Dengel 2024,
-"TaylorShift" (its d^(1/4) and 1/N steps only guard against overflow; sums in float32 do not need
-them).
+``w_ij = a x_ij^2 + b x_ij + c`` with ``x_ij = q_i . k_j`` needs no exponential and no maximum. The
+direct form computes all weights; the efficient form takes time linear in the number of tokens.
+
+Source: Nauen, Palacio and Dengel 2024, "TaylorShift". Its scalings by d^(1/4) and 1/N only prevent
+overflow, and sums in float32 do not need them.
 """
 
 from functools import partial
@@ -70,9 +70,8 @@ def taylorshift_attention(
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: random generator for value_drop.
-        form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" chooses the form expected
-            to be faster. They agree to rounding, but the efficient form amplifies rounding errors;
-            see below.
+        form: "direct" is O(N M d), "efficient" O((N + M) d^2 e); "auto" chooses the form expected
+            to be faster. They differ by rounding, which the efficient form may amplify; see below.
         impl: "triton" runs the GPU kernels or raises the reason why not, "eager" runs PyTorch
             operations; "auto" uses kernels on a GPU if available (``taylorshift_triton.py``). They
             agree within the precision of the inputs.
@@ -84,16 +83,16 @@ def taylorshift_attention(
         ValueError: shapes, dtypes, devices, coefficients or tables that do not fit.
         NotImplementedError: impl="triton" without a kernel for these inputs.
 
-    The error of the efficient form, relative to the largest value, is up to a quarter of eps times
-    ``(a |q|^2 |k|^2 + c) / w``, with w the mean weight of the query. This is small with a
-    temperature (the factor is at most ``tau^2 + 2``), and if q points along keys. If long q and k
-    are orthogonal, results leave the range of the values: with the default coefficients by 1e-3
-    from ``|q| |k|`` = 250 on in float32, and from 6e6 on in float64. "auto" therefore chooses the
-    direct form for expected errors from 2.5e-4 (float64: 1.5e-8) on. On an accelerator, where
-    entries are not read, it takes the direct form for all inputs without a temperature. An explicit
-    form always runs.
+    The error of the efficient form, relative to the largest value, is up to ``eps / 4`` times
+    ``(a |q|^2 |k|^2 + c) / w``, with w the mean weight of the query. The factor is at most
+    ``tau^2 + 2`` with a temperature, and small if q points along the keys. If long q and k are
+    orthogonal, results leave the range of the values: with the default coefficients by 1e-3 from
+    ``|q| |k|`` = 250 on in float32, and from 6e6 on in float64. Therefore "auto" chooses the direct
+    form if the expected error exceeds 2.5e-4 (float64: 1.5e-8). On an accelerator, where entries
+    are not read, it chooses the direct form for all inputs without a temperature. An explicit form
+    always runs.
 
-    Source: TaylorShift, "How does TaylorShift work?"; temperature and output factor its
+    Source: TaylorShift, "How does TaylorShift work?"; for temperature and output scale
     "Normalization".
     """
     check_attention(q, k, v, key_mask, relative)
@@ -131,15 +130,16 @@ def _form_taken(
     relative: RelativePosition | None,
     key_mask: Tensor | None,
 ) -> str:
-    """Return the code path to run: "pairs", "direct", "efficient", or "direct triton" and the like.
+    """Return the code path to run: "pairs", "direct" or "efficient", or a form with the suffix
+    " triton".
 
-    Under a compiler "auto" stays "auto": the operator decides at run time, for any number of
+    In a compiled graph "auto" stays "auto": the operator chooses at run time, by the number of
     tokens.
     """
     auto, compiling = form == "auto", torch.compiler.is_compiling()
     reason = partial(why_not, q, k, v, key_mask=key_mask, relative=relative)
     if takes_kernels(impl, q, reason):
-        # Without a temperature, the error of the efficient form depends on entries, and reading
+        # Without a temperature, the error of the efficient form depends on the entries, and reading
         # them would wait for the GPU.
         if auto and temperature is None:
             form = "direct"
@@ -153,8 +153,10 @@ def _form_taken(
     if compiling or form == "efficient":
         return form
     rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
-    few = form == "direct" or form_of_shapes("taylorshift", q.shape, v.shape, rows) == "direct"
-    if few and takes_pairs(q, v, relative):
+    prefers_direct = (
+        form == "direct" or form_of_shapes("taylorshift", q.shape, v.shape, rows) == "direct"
+    )
+    if prefers_direct and takes_pairs(q, v, relative):
         return "pairs"
     return linear_form(form, q, k, v, temperature, key_mask, coefficients)
 
@@ -170,7 +172,7 @@ def _mean(
     key_mask: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the mean from PyTorch operations."""
+    """Return the weighted mean, computed by PyTorch operations."""
     if form == "pairs":
         options = dict(temperature=temperature, coefficients=coefficients)
         return mean_of_pairs(q, k, v, key_mask, relative, **options)[0]

@@ -2,15 +2,16 @@
 with its gradient.
 
 ``taylorshift_features.py`` prepares chunks of q, k and v in the forward pass and again in the
-backward pass, so autograd saves only q, k, v and, for the efficient form, its state. Loops over
-tokens and the choice of the form by length are inside the operator: a compiler sees one node for
-any N.
+backward pass. Autograd saves q, k, v, the moments ``K^T K`` and ``sum k`` and, for an explicit
+efficient form, the state. Loops over tokens and the choice of the form are inside the operator: a
+compiler sees one node for any N.
 
-The state of the efficient form has one row per feature of ``f(x) = [phi2(x), x, 1]``, weighted so
-that ``f(q) . state`` gives the sums of the values: ``state = W sum_j f(k_j) v_j^T`` with W = a or
-2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``. Both forms compute it
-this way, except the direct form without a temperature, which sums its scores. The relative term and
-the division are in ``taylorshift_attention.py``.
+The state of the efficient form has one row per feature of ``f(x) = [phi2(x), x, 1]``. The rows are
+weighted so that ``f(q) . state`` gives the sums of the values: ``state = W sum_j f(k_j) v_j^T``
+with W = a or 2a for phi2, b for x and c for 1. The mass needs no features:
+``a q^T (K^T K) q + b q . sum k + c M``. Both forms compute the mass in this way; only the direct
+form without a temperature sums its weights instead. The relative term and the division are in
+``taylorshift_attention.py``.
 """
 
 import torch
@@ -35,8 +36,8 @@ from visionattn.ops.taylorshift.taylorshift_features import (
 
 
 def _product_dtype(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None) -> torch.dtype:
-    """Return the dtype of products: the dtype of sums without a temperature, since nothing bounds
-    the cancellation then.
+    """Return the dtype of products. Without a temperature it is the dtype of sums, because nothing
+    bounds the cancellation.
     """
     return accumulation_dtype(q, k, v) if temperature is None else product_dtype(q, k, v)
 
@@ -50,7 +51,9 @@ def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
 
 
 def _reduce(step: Pass, weights: Tensor, state: Tensor, second: Tensor, first: Tensor) -> None:
-    """Fill the chunk's ``state [g, F + d + 1, e]``, ``K^T K [g, d, d]`` and ``sum k [g, d]``."""
+    """Compute the chunk's ``state [g, F + d + 1, e]``, ``K^T K`` in ``second [g, d, d]`` and
+    ``sum k`` in ``first [g, d]``.
+    """
     for sums in (state, second, first):
         sums.zero_()
     for t in step.slices(step.k.x):
@@ -63,7 +66,7 @@ def _reduce(step: Pass, weights: Tensor, state: Tensor, second: Tensor, first: T
 def _read(
     step: Pass, abc: tuple[float, float, float], state: Tensor, moments: list, out: tuple
 ) -> None:
-    """Fill the chunk's sums of values ``[g, N, e]`` and of weights ``[g, N]``."""
+    """Compute the chunk's sums of values ``[g, N, e]`` and of weights ``[g, N]`` from the state."""
     values, mass = out
     read = state.to(step.dtype).mT
     for t in step.slices(step.q.x):
@@ -73,7 +76,7 @@ def _read(
 
 
 def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Tensor:
-    """Return the sums of ``v [g, M, c]``, ``[g, N, c]``, through blocks of scores:
+    """Return the sums ``[g, N, c]`` of ``v [g, M, c]`` by blocks of scores, under the weights
     ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
     """
     a, b, c = abc
@@ -84,11 +87,11 @@ def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Te
 
 
 def _with_ones(step: Pass, v: Tensor) -> Tensor:
-    """Return ``[v, 1]``, or ``[0, 0]`` for absent keys: its sums are the sums of values and of
-    weights, from the same scores.
+    """Return ``[v, 1]``, or ``[0, 0]`` for absent keys, so that one product gives the sums of
+    values and of weights.
 
-    The direct form uses this without a temperature. A mass through ``K^T K`` would be as imprecise
-    as the efficient form.
+    The direct form uses this without a temperature, where a mass through ``K^T K`` would be as
+    imprecise as the efficient form.
     """
     ones = v.new_ones(*v.shape[:2], 1)
     if step.absent is not None:
@@ -105,8 +108,8 @@ def linear_form(
     key_mask: Tensor | None,
     abc: tuple[float, float, float],
 ) -> str:
-    """Return "direct" or "efficient": the named form, or for "auto" the faster form that keeps
-    precision.
+    """Return "direct" or "efficient": ``form``, or for "auto" the form expected to be faster,
+    except an efficient form that would lose precision.
 
     With a temperature the efficient form always keeps precision.
     """
@@ -127,8 +130,9 @@ def flops(
     ``[B, h, M, e]``.
 
     Args:
-        columns: number of columns that the scores of the direct form multiply, if its mass comes
-            from them; None: the mass goes through ``K^T K``, as in the efficient form.
+        columns: number of columns that the weights of the direct form multiply, if the mass is a
+            sum of these weights; None: the mass is computed from ``K^T K``.
+        state_kept: whether the backward pass has the state of the forward pass.
     """
     (batch, heads, n, d), m, e = q, k[2], v[3]
     groups = batch * heads
@@ -161,9 +165,7 @@ def _flops_backward(q, k, v, temperature, state, form: str) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Return uninitialized memory for values, mass, and the tensors that the gradient needs: state,
-    ``K^T K``, ``sum k``.
-    """
+    """Return uninitialized memory for values, mass, state, ``K^T K`` and ``sum k``."""
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
     rows = num_features(d) + d + 1 if form == "efficient" else 0
     sizes = (n, e), (n,), (rows, e), (d, d), (d,)
@@ -193,8 +195,7 @@ def taylor_sums(
         key_mask: bool ``[B, M]``, True takes part.
         a, b, c: coefficients, ``a > 0``.
         form: "direct" completes the square and works on blocks of scores, O(N M d); "efficient"
-            uses the packed products of each key, O((N + M) d^2 e); "auto" chooses the form expected
-            to be faster.
+            uses packed products of each key, O((N + M) d^2 e); "auto" chooses as ``linear_form``.
 
     Returns:
         values ``[B, h, N, e]``, mass ``[B, h, N]``, and for the gradient the state
@@ -216,7 +217,7 @@ def taylor_sums(
                 _reduce(step, weights, own_state, *moments)
                 _read(step, (a, b, c), own_state, moments, (out, out_mass))
                 continue
-            for moment in moments:  # not read without a temperature
+            for moment in moments:  # stay 0 without a temperature
                 moment.zero_()
             value = step.v.load(slice(None))
             if temperature is None:
@@ -230,7 +231,7 @@ def taylor_sums(
 
 
 def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
-    """Return the chunk's part of the state, or new memory if "auto" saves none."""
+    """Return the chunk's part of the state, or new memory if the state is not saved ("auto")."""
     return (
         state
         if state.shape[1]
@@ -262,9 +263,9 @@ def _efficient_backward(
     """Write the chunk's gradients through the efficient form; return the gradient of the length of
     the queries.
 
-    P holds the products of ``[q, 1]`` and the gradients, ``[g, (d + 1) e, T]``. The gradient of q
-    is ``S^T P``, and the gradient of ``S [g, (d + 1) e, d]``, the sums over keys, is ``P q^T``.
-    Keys are handled the same way.
+    ``S [g, (d + 1) e, d]`` are the sums over keys of the products of ``[k, 1]``, v and k. P, the
+    products of ``[q, 1]`` and the upstream gradient, is ``[g, (d + 1) e, T]``. Then the gradient of
+    q is ``S^T P`` and the gradient of S is ``P q^T``. Gradients of keys have the same form.
     """
     (a, b, c), (d_values, dq, dk, dv) = abc, grads
     (groups, _, e), d, d_length = state.shape, step.d, None
@@ -272,7 +273,7 @@ def _efficient_backward(
     sums[:, :d], sums[:, d] = slopes(state, d), state[:, -d - 1 : -1].mT
     read, d_sums = sums.flatten(1, 2).to(step.dtype).mT, torch.zeros_like(sums)
     d_moments = [torch.zeros_like(x) for x in moments]
-    # Queries first: they accumulate the gradient of the keys' sums.
+    # Queries first: they add up the gradient of S.
     for t in step.slices(step.q.x):
         query = step.q.load(t)
         across, d_query = (
@@ -360,8 +361,8 @@ def taylor_sums_backward(
     """Return the gradients of ``taylor_sums`` with respect to q, k, v and temperature (empty if
     None).
 
-    The upstream gradients are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``; features are
-    recomputed, not saved.
+    The upstream gradients are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``. Features are
+    recomputed.
     """
     dtype = _product_dtype(q, k, v, temperature)
     form = linear_form(form, q, k, v, temperature, key_mask, (a, b, c))

@@ -1,9 +1,10 @@
 """The packed second-order features of TaylorShift, and the operands of each pass over one chunk of
 heads: queries, keys, values, features, and the sums of the weights.
 
-A vector of width d has ``d * d`` products with itself, but ``x_i x_j = x_j x_i``: half are enough.
-Here d is cut into tiles of four, and for each pair of tiles ``I <= J`` all products are kept, which
-takes few operations on long runs of memory:
+The second-order features phi2 of a vector are the products ``x_i x_j`` of its entries. Because
+``x_i x_j = x_j x_i``, about half of the ``d * d`` products are enough. The width d is cut into
+tiles of four, and for each pair of tiles ``I <= J`` all products are kept, which takes few
+operations on contiguous memory:
 
     tile I   x_i * x_j  for i in I and all j from the start of I on
 
@@ -11,9 +12,9 @@ Products within one tile occur in both orders and have weight a, the others 2a. 
 contiguous: ``x [g, d, T]`` gives ``[g, F, T]``.
 
 Inputs are ``[B, h, tokens, width]`` of any strides and any floating point dtype. A chunk of tokens
-is cast, normalized, masked and laid out with contiguous tokens, in float32 or float64; gradients
-take the same way back. Sums of weights need neither weights nor features: ``sum_j (a x_ij^2 + b
-x_ij + c) = a q^T (K^T K) q + b q . sum k + c M``.
+is cast, normalized, masked and laid out with contiguous tokens, in float32 or float64. The sums of
+weights need neither weights nor features:
+``sum_j (a x_ij^2 + b x_ij + c) = a q^T (K^T K) q + b q . sum k + c M``.
 """
 
 from collections.abc import Iterator
@@ -38,11 +39,10 @@ TILE = 4
 BUFFER_BYTES = 1 << 23
 CHUNK_TOKENS = (128, 512)
 MOST_CANCELLATION = {torch.float32: 2.0**13, torch.float64: 2.0**28}
-"""Limit, by the dtype of sums, on the size of the efficient form's terms relative to a query's
-mass; above it "auto" chooses the direct form.
+"""The largest ratio of the efficient form's terms to the mass of a query, by the dtype of sums.
 
-The error of the result, relative to the largest value, is up to a quarter of eps times this limit:
-2.5e-4 in float32, 1.5e-8 in float64.
+Above it "auto" chooses the direct form. The error of the result, relative to the largest value, is
+up to ``eps / 4`` times this limit: 2.5e-4 in float32, 1.5e-8 in float64.
 """
 
 
@@ -52,8 +52,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _tiles(packed: Tensor, d: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield for each tile its entries of x, and its products in ``packed [g, >= F, ...]`` as
-    ``[g, entries, d - first entry, ...]``.
+    """Yield for each tile its entries ``first .. last`` of x as a slice, and its products in
+    ``packed [g, >= F, ...]`` as a view ``[g, last - first, d - first, ...]``.
     """
     begin = 0
     for rows in chunks(d, TILE):
@@ -71,8 +71,8 @@ def num_features(d: int) -> int:
 
 
 def feature_weights(d: int, a: float, like: Tensor) -> Tensor:
-    """Return weights ``[F, 1]`` with which the kept products stand for all ``d * d``: a within a
-    tile, 2a across.
+    """Return the weights ``[F, 1]`` of the kept products: a within a tile, 2a across tiles. They
+    make up for the products that are left out.
     """
     weights = like.new_full((1, num_features(d), 1), 2 * a)
     for _, products in _tiles(weights, d):
@@ -81,11 +81,11 @@ def feature_weights(d: int, a: float, like: Tensor) -> Tensor:
 
 
 def chunk_tokens(d: int) -> int:
-    """Return the number of tokens whose features are in memory at once: a power of two for which a
-    head's features stay in cache.
+    """Return the number of tokens per chunk: a power of two for which the features of a head stay
+    in cache.
     """
-    fewest, most = CHUNK_TOKENS
-    return max(fewest, min(most, 1 << (BUFFER_BYTES // (4 * num_features(d))).bit_length() - 1))
+    least, largest = CHUNK_TOKENS
+    return max(least, min(largest, 1 << (BUFFER_BYTES // (4 * num_features(d))).bit_length() - 1))
 
 
 def fill_features(x: Tensor, out: Tensor) -> None:
@@ -106,8 +106,8 @@ def slopes(state: Tensor, d: int) -> Tensor:
 
 
 def pack(full: Tensor, out: Tensor) -> None:
-    """Write the sums ``full [g, d, e, d]`` of ``x_j y_c x_i`` to ``out [g, >= F, e]``, packed as
-    ``phi2(x) y^T``.
+    """Write the sums ``full [g, d, e, d]`` of ``x_j y_c x_i`` to ``out [g, >= F, e]``, packed like
+    the products of ``phi2(x) y^T``.
     """
     for rows, products in _tiles(out, full.shape[1]):
         products.copy_(full[:, rows.start :, :, rows].permute(0, 3, 1, 2))
@@ -116,8 +116,8 @@ def pack(full: Tensor, out: Tensor) -> None:
 class Vectors:
     """Queries or keys of one chunk of heads, loaded some tokens at a time, and their gradients.
 
-    With ``length [g, 1, 1]``, or 1, they are scaled to that length (``x / max(|x|, 1e-6)`` times
-    it). Tokens in ``absent [g, tokens]`` are 0.
+    With ``length [g, 1, 1]``, or 1, each vector becomes ``length x / max(|x|, 1e-6)``; None: it is
+    unchanged. Tokens in ``absent [g, tokens]`` are 0.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class Vectors:
         self.x, self.dtype, self.length, self.absent = x, dtype, length, absent
 
     def load(self, t: slice) -> Tensor:
-        """Return tokens cast, normalized and masked, ``[g, T, d]``."""
+        """Return the tokens ``t`` cast, masked and normalized, ``[g, T, d]``."""
         x = self.x[:, t].to(self.dtype, copy=True, memory_format=torch.contiguous_format)
-        if self.absent is not None:  # first of all: NaN would pass through products with 0
+        if self.absent is not None:  # before any product: 0 times NaN is NaN
             x.masked_fill_(self.absent[:, t, None], 0)
         if self.length is None:
             return x
@@ -138,8 +138,8 @@ class Vectors:
         return x * self.scale
 
     def store(self, grad: Tensor, t: slice, out: Tensor) -> Tensor | None:
-        """Write the gradient to ``out[:, t]``, for ``grad [g, T, d]`` of the tokens loaded last;
-        return the gradient of the length, ``[g]``.
+        """Write the gradient of x to ``out[:, t]``, for ``grad [g, T, d]`` of the result loaded
+        last; return the gradient of the length, ``[g]``, or None without a length.
         """
         grad = grad.to(self.dtype)
         if self.absent is not None:
@@ -155,25 +155,28 @@ class Vectors:
 
 
 class Values:
-    """Values, or gradients, of one chunk of heads as ``[g, T, e]``; tokens in
-    ``absent [g, tokens]`` are 0.
+    """Values of one chunk of heads, or gradients of values; tokens in ``absent [g, tokens]`` are
+    0.
     """
 
     def __init__(self, x: Tensor, dtype: torch.dtype, absent: Tensor | None = None):
         self.x, self.dtype, self.absent = x, dtype, absent
 
     def load(self, t: slice) -> Tensor:
+        """Return the tokens ``t``, contiguous, ``[g, T, e]``."""
         x = self.x[:, t].to(self.dtype).contiguous()
         return x if self.absent is None else x.masked_fill(self.absent[:, t, None], 0)
 
 
 class Pass:
-    """The operands of one chunk of heads in either direction, a buffer of features, and the slices
-    of tokens.
+    """The operands of one chunk of heads in the forward or the backward pass, and a buffer for
+    features.
     """
 
     def __init__(self, chunk: HeadChunk, operands: tuple, dtype: torch.dtype):
-        """Prepare vectors in the dtype of sums, and values and features in ``dtype``, the dtype of
+        """Prepare the operands ``q, k, v, temperature, key_mask``.
+
+        Queries and keys are in the dtype of sums, values and features in ``dtype``, the dtype of
         products.
         """
         q, k, v, temperature, key_mask = operands
@@ -192,6 +195,7 @@ class Pass:
         self.buffer: Tensor | None = None
 
     def slices(self, x: Tensor) -> list[slice]:
+        """Return the chunks of tokens of ``x [..., tokens, d]``."""
         return in_turn(chunks(x.shape[-2], chunk_tokens(self.d)))
 
     def _rows(self, count: int, x: Tensor) -> Tensor:
@@ -214,7 +218,9 @@ class Pass:
         return out
 
     def outer(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return ``[x, 1] y`` of ``x [g, d, T]`` and ``y [g, c, T]``: ``[g, (d + 1) c, T]``."""
+        """Return the products of each entry of ``[x, 1]`` with each entry of y, for ``x [g, d, T]``
+        and ``y [g, c, T]``: ``[g, (d + 1) c, T]``.
+        """
         (d, c), out = (x.shape[1], y.shape[1]), self._rows((self.d + 1) * y.shape[1], x)
         torch.mul(x[:, :, None], y[:, None], out=out[:, : d * c].unflatten(1, (d, c)))
         out[:, d * c :] = y
@@ -224,7 +230,7 @@ class Pass:
         """Add ``K^T K`` to ``second [g, d, d]`` and ``sum k`` to ``first [g, d]`` for
         ``key [g, T, d]``.
 
-        Their dtype is used throughout, because an error here affects the masses of all queries.
+        All are in the dtype of sums, because an error here affects the masses of all queries.
         """
         second.baddbmm_(key.mT, key)
         first += key.sum(1)
@@ -239,9 +245,7 @@ class Pass:
 
 
 def heads_at_once(device: str) -> int:
-    """Return how many heads, or groups of heads that fit one buffer, are processed together: one
-    per CPU thread, up to 8.
-    """
+    """Return how many buffers of heads are processed together: one per CPU thread, up to 8."""
     return min(torch.get_num_threads(), 8) if device == "cpu" else 1
 
 
@@ -259,11 +263,11 @@ def passes(operands: tuple, dtype: torch.dtype) -> Iterator[Pass]:
 def cancels_little(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, abc: tuple[float, float, float]
 ) -> bool:
-    """Return whether the efficient form keeps precision: each query's terms are at most
-    ``MOST_CANCELLATION`` times its mass.
+    """Return whether the efficient form keeps precision: for every query, the terms of its sums are
+    at most ``MOST_CANCELLATION`` times its mass.
 
-    The terms of its sums are ``a |q|^2 |k|^2 + c`` for each key. Products of features have either
-    sign. If long q and k are orthogonal, large products cancel and their rounding errors remain.
+    The size of the terms is ``a |q|^2 |k|^2 + c`` for each key. They have either sign: if long q
+    and k are orthogonal, large terms cancel and their rounding errors remain.
     """
     (a, b, c), dtype = abc, accumulation_dtype(q, k, v)
     with torch.no_grad(), without_autocast(q):

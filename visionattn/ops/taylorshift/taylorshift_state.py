@@ -1,9 +1,9 @@
-"""Packed second-order features: keys reduced to a state, and the readout by queries, as two
-operators with gradients.
+"""Packed second-order features ``phi2``: the state of keys and values, and the product of queries
+with a state, as two operators with gradients.
 
-Heads are flattened, ``G = B * h``; float32 or float64. The features of all tokens are never in
-memory at once or saved. Weights of the features, the other sums and the division are in
-``states.py``.
+Heads are flattened, ``G = B * h``; tensors are float32 or float64. Features are computed by chunks
+of tokens and never saved. ``states.py`` has the weights of the features, the other sums and the
+division.
 """
 
 import torch
@@ -28,7 +28,7 @@ def _head_and_token_chunks(x: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _features(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x [g, T, d]`` as ``[g, d, T]``, and its products ``[g, F, T]``."""
+    """Return ``x [g, T, d]`` as ``[g, d, T]``, and its features ``[g, F, T]``."""
     x = x.mT.contiguous()
     out = x.new_empty(x.shape[0], num_features(x.shape[1]), x.shape[2])
     fill_features(x, out)
@@ -53,7 +53,7 @@ def _expand(x: Tensor, state: Tensor, out: Tensor) -> Tensor:
 
 
 def _expand_backward(x: Tensor, state: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """Add the gradient of ``sum(phi2(x) state * y)`` with respect to ``x`` to ``out [G, N, d]`` in
+    """Add the gradient of ``sum(phi2(x) state * y)`` with respect to x to ``out [G, N, d]``, in
     place.
     """
     for g, t in _head_and_token_chunks(x):

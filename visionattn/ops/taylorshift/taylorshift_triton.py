@@ -1,10 +1,10 @@
 """TaylorShift as one operator of GPU kernels: normalization, either form, joint relative position
 and division, with its gradient.
 
-It replaces ``taylor_sums``, ``class_sums`` and ``weighted_mean`` of the eager
-``taylorshift_attention.py``. Autograd saves q, k, v, the mean, its mass and, for an explicit
-efficient form, the state. Unit-length queries and keys are recomputed. ``why_not`` lists the
-supported inputs.
+It replaces the operators ``taylor_sums``, ``class_sums`` and ``weighted_mean`` of the eager code.
+Autograd saves q, k, v, the mean, the mass and, for an explicit efficient form, the state. The
+backward pass recomputes normalized queries and keys. ``why_not`` decides which inputs are
+supported.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ FORWARD_COSTS = 1.45, 2e8
 BOTH_COST = 1.15, 2e7
 """Constants of the choice between forms, in multiply-adds of the direct kernels.
 
-``WITH_EACH_PAIR`` is the work per pair in addition to the products. The pairs for the efficient
-kernels (forward; forward and backward) are the relative time of a multiply-add, and the loss when
-few heads do not fill a GPU. They were fitted to counts of machine code and have not been measured
-on a GPU.
+``WITH_EACH_PAIR`` is the work per pair of query and key in addition to the products.
+``FORWARD_COSTS`` and ``BOTH_COST`` (forward and backward) are for the efficient kernels: the time
+of a multiply-add relative to the direct kernels, and a fixed cost, because few heads do not fill a
+GPU. They were fitted to counts of machine code and have not been measured on a GPU.
 """
 
 
@@ -42,8 +42,8 @@ def why_not(
     key_mask: Tensor | None = None,
     relative: RelativePosition | None = None,
 ) -> str | None:
-    """Return the reason why the kernels do not support these inputs, already checked; None if they
-    do.
+    """Return the reason why the kernels do not support these inputs, which are already checked;
+    None if they do.
     """
     return gpu_requirements.why_not("taylorshift", WIDEST, q, k, v) or position.why_not(
         relative, q, v, key_mask
@@ -51,8 +51,8 @@ def why_not(
 
 
 def tile_features(d: int) -> int:
-    """Count the products of x with itself that the kernels form, in whole pairs of tiles: 256, 768,
-    2560 for d = 16, 32, 64.
+    """Count the features of the kernels, in whole pairs of tiles: 256, 768, 2560 for d = 16, 32,
+    64.
     """
     tiles = -(-d // TILE)
     return tiles * (tiles + 1) // 2 * TILE**2
@@ -64,15 +64,15 @@ def takes_efficient_kernels(
     """Return whether the efficient form runs: requested, or expected to be faster under "auto".
 
     Args:
-        gradients: a backward pass follows, or this is one.
+        gradients: whether a backward pass follows, or this is one.
     """
     if form != "auto":
         return form == "efficient"
     (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
     direct = batch * heads * n * m * (d + e + WITH_EACH_PAIR)
     efficient = batch * heads * (n + m) * (tile_features(d) * e + d * (d + e))
-    more, fixed = BOTH_COST if gradients else FORWARD_COSTS
-    return more * efficient + fixed < direct
+    relative_time, fixed_cost = BOTH_COST if gradients else FORWARD_COSTS
+    return relative_time * efficient + fixed_cost < direct
 
 
 def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,14 +83,14 @@ def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[T
     return unit(q, temperature.float()), unit(k, None)
 
 
-def _flops(q, k, v, table, form: str, place: Sequence[int]) -> int:
-    own = flops(q, k, v, form, backward=False, columns=v[3])  # the mass is a plain sum
-    return own + position.flops(q, v, table, place, backward=False)
+def _flops(q, k, v, table, form: str, grid: Sequence[int]) -> int:
+    content = flops(q, k, v, form, backward=False, columns=v[3])  # the mass is a plain sum
+    return content + position.flops(q, v, table, grid, backward=False)
 
 
-def _flops_backward(q, k, v, table, features, form: str, place: Sequence[int]) -> int:
-    own = flops(q, k, v, form, backward=True, columns=v[3], state_kept=features[0] > 0)
-    return own + position.flops(q, v, table, place, backward=True)
+def _flops_backward(q, k, v, table, features, form: str, grid: Sequence[int]) -> int:
+    content = flops(q, k, v, form, backward=True, columns=v[3], state_kept=features[0] > 0)
+    return content + position.flops(q, v, table, grid, backward=True)
 
 
 def _empty_mean(q: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ def taylor_mean(
     b: float,
     c: float,
     form: str,
-    place: list[int],
+    grid: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted mean under ``a x^2 + b x + c`` and, with a table, the joint relative
     position.
@@ -131,14 +131,14 @@ def taylor_mean(
         a, b, c: coefficients, ``a > 0``.
         form: "direct", "efficient" or "auto"; "auto" saves no state, so that the saved tensors do
             not depend on N.
-        place: the numbers of ``place_of`` with a table, else empty.
+        grid: with a table, the result of ``place_of``; else empty.
 
     Returns:
-        the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; for the gradient
-        the mass ``[B, h, N]``, float32 and divided by M, and the two tensors of the state (empty
-        unless the form is "efficient").
+        the mean ``[B, h, N, e]`` in the dtype of v, in the memory order of ``tokens_first``. For
+        the gradient, also the mass ``[B, h, N]``, float32 and divided by M, and the two tensors of
+        the state (empty unless the form is "efficient").
     """
-    own, options = position.place_from(place), dict(coefficients=(a, b, c), divide=not place)
+    classes, options = position.place_from(grid), dict(coefficients=(a, b, c), divide=not grid)
     taken = "efficient" if takes_efficient_kernels(form, q, k, v) else "direct"
     with form_ran("taylorshift", f"{taken} triton"):
         if taken == "efficient":
@@ -154,10 +154,10 @@ def taylor_mean(
 
             query, key = _of_unit_length(q, k, temperature)
             out, mass = direct.forward(query, key, v, key_mask, **options)
-        # With relative position the kernels write sums, and one division gives the mean of both
-        # terms.
-        if own is not None:
-            out, mass = position.mean_beside_sums(q, table, v, out, mass, own)
+        # With relative position, ``out`` holds sums up to here; this adds the relative term and
+        # divides.
+        if classes is not None:
+            out, mass = position.mean_from_sums(q, table, v, out, mass, classes)
     if form != "efficient":
         state = v.new_empty(0), mass.new_empty(0)
     return out, mass, *state
@@ -185,20 +185,20 @@ def taylor_mean_backward(
     b: float,
     c: float,
     form: str,
-    place: list[int],
+    grid: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``taylor_mean`` with respect to q, k, v, in their dtypes, temperature
-    and table (empty if None).
+    """Return the gradients of ``taylor_mean`` with respect to q, k and v, in their dtypes, and to
+    temperature and table (empty if None).
     """
     coefficients, normalised = (a, b, c), temperature is not None
     length = temperature.float() if normalised else None
-    # The relative term adds its part to dq before rounding.
+    # With a relative term, dq stays in float32 until the term is added.
     dtype = None if table is None else torch.float32
     if takes_efficient_kernels(form, q, k, v, gradients=True):
         from visionattn.ops.taylorshift.kernels import efficient, efficient_backward
 
         state = efficient.State(features, moments)
-        if form == "auto":  # "auto" saves none
+        if form == "auto":  # the state is not saved
             state = efficient.state_of_keys(k, v, key_mask, coefficients, normalised=normalised)
         grads = efficient_backward.backward(
             grad, out, mass, q, k, v, length, key_mask, state, coefficients, dtype
@@ -219,13 +219,13 @@ def taylor_mean_backward(
 
             dq, d_temperature = unit_backward(q, length, dq, dtype)
             dk, _ = unit_backward(k, None, dk)
-            if key_mask is not None:  # the gradient of a masked key's length may be NaN
+            if key_mask is not None:  # a masked key may hold NaN
                 dk.masked_fill_(~key_mask[:, None, :, None], 0)
     d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
     d_table = mass.new_empty(0)
     if table is not None:
-        own = position.place_from(place)
-        dq, d_table = position.backward(grad, out, mass, q, table, v, own, dv, dq)
+        classes = position.place_from(grid)
+        dq, d_table = position.backward(grad, out, mass, q, table, v, classes, dv, dq)
     return dq, dk, dv, d_temperature, d_table
 
 

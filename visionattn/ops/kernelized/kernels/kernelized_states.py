@@ -1,9 +1,9 @@
 """The state of bidirectional kernelized attention: partial states of segments of keys, and their
 sum.
 
-In units of the number of keys M (see ``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and
-``Z = sum_j phi(k_j) / M``. One float32 buffer holds S ``[B, h, d, e]``, then Z ``[B, h, d]``. The
-buffers of the segments follow each other.
+The state is ``S = sum_j phi(k_j) v_j^T / M`` and ``Z = sum_j phi(k_j) / M``, in units of the number
+of keys M (see ``ops/gpu``). One float32 buffer holds S ``[B, h, d, e]``, then Z ``[B, h, d]``; each
+segment has its own buffer.
 """
 
 import torch
@@ -28,7 +28,7 @@ from visionattn.ops.gpu.triton_helpers import (
 
 @triton.jit
 def state_at(p_state, i_part, i_group, groups, D: tl.constexpr, E: tl.constexpr):
-    """Return the addresses of S and Z of one head in one part."""
+    """Return the addresses of S and Z of one head in the state of one segment."""
     p_part = p_state + i_part * groups.to(tl.int64) * (D * E + D)
     return p_part + i_group.to(tl.int64) * (D * E), p_part + groups.to(tl.int64) * (
         D * E
@@ -62,11 +62,11 @@ def _kernelized_state(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum ``phi(k) v^T`` and ``phi(k)`` over one segment of a head's keys, times ``scale``.
+    """Write the sums of ``phi(k) v^T`` and ``phi(k)`` over one segment of a head's keys, times
+    ``scale``.
 
-    The features of masked keys are set to 0. Their values, which may hold NaN, are read as 0: a
-    left operand is fastest unmodified, and a step waits for the mask only once, wherever the mask
-    is used.
+    Features of masked keys are set to 0. Values of masked keys, which may hold NaN, are read as 0,
+    because v is the left operand of the product, which is fastest unmodified.
     """
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     p_present += i_batch.to(tl.int64) * tokens
@@ -84,12 +84,11 @@ def _kernelized_state(
         m_n = present_rows(p_present, o_n, m_n, MASKED)
         b_v = read(p_v, o_n, v_token, o_e, m_n, E)  # [N, E]
         b_left = tl.trans(b_v)
-        # phi(0) may be 1: features beyond the segment and the width, and of masked keys, are set to
-        # 0.
+        # phi(0) may be 1: set features beyond the segment and the width, and of masked keys, to 0.
         m_k = m_n[:, None] & (o_d < D)[None, :]
         if MAP == "elu1" and tl.float32 != b_v.dtype:
-            # phi(k) = max(k, 0) + exp(min(k, 0)): the first term needs no rounding, and the second
-            # is at most 1.
+            # Multiply the two terms of phi(k) = max(k, 0) + exp(min(k, 0)) separately: the first is
+            # exact in half precision, and the second is at most 1.
             b_above = tl.maximum(b_k.to(tl.float32), 0)
             b_below = tl.where(m_k, phi_slope(b_k, MAP), 0)
             if MASKED:
@@ -101,7 +100,7 @@ def _kernelized_state(
             b_phi = tl.where(m_k, phi(b_k, MAP), 0)
             b_right = b_phi.to(b_v.dtype)
         b_s = tl.dot(b_left, b_right, acc=b_s, input_precision=PRECISION)
-        # Summed over tokens once, at the end: a sum in each step would make threads wait for each
+        # The sum over tokens comes once, at the end: in each step, threads would wait for each
         # other.
         b_z += b_phi
     p_s, p_z = state_at(p_state, i_segment, i_group, groups, D, E)
@@ -111,20 +110,22 @@ def _kernelized_state(
 
 
 def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
-    """Return the number of segments into which a kernel cuts the tokens of ``q [B, h, N, d]``."""
+    """Return the number of segments into which a kernel cuts the tokens of ``q [B, h, N, d]``, for
+    values of the width of ``v``.
+    """
     batch, heads, tokens, d = q.shape
-    asked = kernel_name, d, v.shape[3], q.dtype, q.device
+    launch_key = kernel_name, d, v.shape[3], q.dtype, q.device
     return launch.segments(
         tokens,
         batch * heads,
-        launch.launch_row(*asked)["BLOCK_N"],
-        launch.resident_programs(*asked),
+        launch.launch_row(*launch_key)["BLOCK_N"],
+        launch.resident_programs(*launch_key),
     )
 
 
 def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
-    """Return the state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]``,
-    then Z, in one axis.
+    """Return the state of ``k [B, h, M, d]`` and ``v [B, h, M, e]`` as one float32 axis: S
+    ``[B, h, d, e]``, then Z ``[B, h, d]``.
     """
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
     parts = parts_of("kernelized state", k, v)

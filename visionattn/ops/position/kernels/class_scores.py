@@ -1,9 +1,10 @@
 """Kernel of ``Joint`` relative position, backward: scores of classes.
 
-Tiles and lines are as in the forward pass. The gradient g of the mean, for a tile of queries, times
-the keys of a line gives a score for each pair; scores are summed by class. Keys further away take
-one product for each outermost class. With "mean" the score s_c of a class is the score of the mean
-of its keys, with "sum" the score of their sum, in the units of ``joint_forward.py``.
+Tiles and lines are as in the forward pass (``joint_forward.py``). For a tile of queries, the
+product of g, the gradient of the mean, and the values of a line gives a score for each pair; scores
+are summed by class. Values outside the window of the tile enter as one sum per line and side. The
+score s_c of a class is the product of g and the mean of its values with "mean", or their sum with
+"sum", in the units of ``joint_forward.py``.
 """
 
 import torch
@@ -67,8 +68,8 @@ def _joint_scores(
 ):
     """Write the scores of all classes for ``BLOCK_Q`` queries of a row, in tiles of ``BLOCK_T``."""
     TILES: tl.constexpr = BLOCK_Q // BLOCK_T
-    BESIDE: tl.constexpr = (KEYS - BLOCK_T) // 2
-    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    HALO: tl.constexpr = (KEYS - BLOCK_T) // 2
+    E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     i_block, i_row = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     y, i_group = i_row % height, i_row // height
@@ -78,7 +79,7 @@ def _joint_scores(
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     p_grad += (prefix + y * width).to(tl.int64) * grad_token * 8
     o_q = start + tl.arange(0, BLOCK_Q)
-    # The gradient stays in registers for all lines if one share covers all of its columns.
+    # If one block covers all columns, the gradient stays in registers for all lines.
     b_grad = _tiles_of(p_grad, o_q, grad_token, o_e, width, TILES, BLOCK_T, E)
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
@@ -87,13 +88,13 @@ def _joint_scores(
     # columns.
     o_tile, o_i = i_block * TILES + tl.arange(0, TILES), tl.arange(0, BLOCK_T)
     o_x = o_tile[:, None] * BLOCK_T + o_i[None, :]  # [TILES, T]
-    o_keys = o_tile[:, None] * BLOCK_T - BESIDE + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
-    o_apart = (tl.arange(0, KEYS) - BESIDE)[None, :] - o_i[:, None]  # [T, KEYS]
+    o_keys = o_tile[:, None] * BLOCK_T - HALO + tl.arange(0, KEYS)[None, :]  # [TILES, KEYS]
+    o_apart = (tl.arange(0, KEYS) - HALO)[None, :] - o_i[:, None]  # [T, KEYS]
     b_before = axis_keys(0, o_x, width, HORIZON_X)
     b_after = axis_keys(2 * HORIZON_X, o_x, width, HORIZON_X)
     p_scores += i_row.to(tl.int64) * width * PADDED
     p_first = p_scores + o_x * PADDED
-    # A pair within the horizon is the only key of its class in a line: its score has its own place.
+    # Within the horizon, a class has a single key per line: its score is stored directly.
     p_window = p_first[:, :, None] + (o_apart + HORIZON_X)[None, :, :]
     m_window = (o_apart > -HORIZON_X) & (o_apart < HORIZON_X)
     m_window = m_window[None, :, :] & (o_x < width)[:, :, None]
@@ -106,22 +107,22 @@ def _joint_scores(
         p_line += start.to(tl.int64) * line_token * 8
         p_keys = p_line + (o_keys - start)[:, :, None] * (line_token * 8) + o_e[None, None, :]
         m_keys = (o_keys >= 0) & (o_keys < tl.where(num_rows > 0, width, 0))
-        # Scores of the keys in the tile's window; the sum over columns is computed share by share.
+        # Scores of the keys in the tile's window, summed over blocks of columns.
         b_s = tl.zeros([TILES, BLOCK_T, KEYS], tl.float32)
-        for i_share in tl.static_range(SHARES):
-            if SHARES > 1:
+        for i_e in tl.static_range(E_BLOCKS):
+            if E_BLOCKS > 1:
                 b_grad = _tiles_of(
-                    p_grad, o_q, grad_token, i_share * BLOCK_E + o_e, width, TILES, BLOCK_T, E
+                    p_grad, o_q, grad_token, i_e * BLOCK_E + o_e, width, TILES, BLOCK_T, E
                 )
-            m_line = m_keys[:, :, None] & (i_share * BLOCK_E + o_e < E)[None, None, :]
-            b_keys = tl.load(p_keys + i_share * BLOCK_E, mask=m_line, other=0)  # [TILES, KEYS, E]
+            m_line = m_keys[:, :, None] & (i_e * BLOCK_E + o_e < E)[None, None, :]
+            b_keys = tl.load(p_keys + i_e * BLOCK_E, mask=m_line, other=0)  # [TILES, KEYS, E]
             b_s = tl.dot(b_grad, tl.permute(b_keys, [0, 2, 1]), b_s, input_precision=PRECISION)
-        # Keys at or beyond the horizon on either side belong to the outermost classes: their scores
-        # are summed.
+        # Keys at or beyond the horizon on either side are in the outermost classes: sum their
+        # scores.
         b_first = tl.sum(tl.where((o_apart <= -HORIZON_X)[None, :, :], b_s, 0), 2)  # [TILES, T]
         b_last = tl.sum(tl.where((o_apart >= HORIZON_X)[None, :, :], b_s, 0), 2)
-        # "mean" divides by the number of keys of the class in a row, and marks classes without
-        # keys; "sum" multiplies by the number of rows whose mean the line is.
+        # "mean": divide by the number of keys of the class in a row, and mark classes without keys.
+        # "sum": multiply by the number of rows whose mean the line is.
         if MEAN:
             b_s = tl.where(m_keys[:, None, :], b_s, float("-inf"))
             b_first = tl.where(
@@ -137,26 +138,25 @@ def _joint_scores(
         tl.store(p_window + i_class * COLUMNS, b_s, mask=m_window)
         tl.store(p_first + i_class * COLUMNS, b_first, mask=o_x < width)
         tl.store(p_first + i_class * COLUMNS + 2 * HORIZON_X, b_last, mask=o_x < width)
-    # For all lines at once, the means further away: one key before and one after each tile's
-    # window.
+    # Outside the windows, for all lines at once: one sum before and one after each tile's window.
     if tiles > 1:
-        tl.debug_barrier()  # the threads add to what others have written
+        tl.debug_barrier()  # threads add to scores that other threads have written
         for first in range(0, 2 * (2 * HORIZON_Y + 1), 16):
             o_f = first + tl.arange(0, 16)[None, :]
             b_far = tl.zeros([TILES, BLOCK_T, 16], tl.float32)
-            for i_share in tl.static_range(SHARES):
-                o_share = i_share * BLOCK_E + o_e
-                if SHARES > 1:
-                    b_grad = _tiles_of(p_grad, o_q, grad_token, o_share, width, TILES, BLOCK_T, E)
+            for i_e in tl.static_range(E_BLOCKS):
+                o_columns = i_e * BLOCK_E + o_e
+                if E_BLOCKS > 1:
+                    b_grad = _tiles_of(p_grad, o_q, grad_token, o_columns, width, TILES, BLOCK_T, E)
                 b_keys = far_means(
                     p_remainders, o_f, o_tile[:, None], y, i_group, groups, height, width, tiles,
-                    o_share, E, HORIZON_Y,
+                    o_columns, E, HORIZON_Y,
                 )  # fmt: skip
                 b_far = tl.dot(
                     b_grad, tl.permute(b_keys, [0, 2, 1]), b_far, input_precision=PRECISION
                 )
-            # Remainders were divided by a power of two; multiply by it here, in float32.
-            b_scale = power_of_two(far_keys(o_tile[:, None], o_f % 2, width, BLOCK_T, BESIDE))[
+            # Undo the power of two by which the remainders were divided, in float32.
+            b_scale = power_of_two(far_keys(o_tile[:, None], o_f % 2, width, BLOCK_T, HALO))[
                 :, None, :
             ]
             if MEAN:
@@ -175,28 +175,28 @@ def _joint_scores(
             tl.store(p_far, tl.load(p_far, mask=m_far, other=0) + b_far, mask=m_far)
 
 
-def scores_of_classes(grad: Tensor, v: Tensor, place: GridClasses) -> Tensor:
+def scores_of_classes(grad: Tensor, v: Tensor, grid: GridClasses) -> Tensor:
     """Return the scores of classes, ``[B, h, H*W, C padded]``, float32; with "mean", minus infinity
     for a class without keys.
     """
     (batch, heads, _, e), groups = v.shape, v.shape[0] * v.shape[1]
     row = launch.launch_row("joint scores", 0, e, v.dtype, v.device)
-    if place.beside > 8:  # for as many more pairs
+    if grid.halo > 8:  # a wider window has more pairs per query
         row = row | dict(BLOCK_Q=row["BLOCK_Q"] // 2)
-    lines, patches = lines_of(v, place), place.height * place.width
-    scores = v.new_empty(batch, heads, patches, place.padded_classes, dtype=torch.float32)
-    blocks, tiles = launch.cdiv(place.width, row["BLOCK_Q"]), launch.cdiv(place.width, TILE)
-    sizes = heads, groups, place.height, place.width, place.prefix, blocks, tiles, place.row_scale
+    lines, patches = lines_of(v, grid), grid.height * grid.width
+    scores = v.new_empty(batch, heads, patches, grid.padded_classes, dtype=torch.float32)
+    blocks, tiles = launch.cdiv(grid.width, row["BLOCK_Q"]), launch.cdiv(grid.width, TILE)
+    sizes = heads, groups, grid.height, grid.width, grid.prefix, blocks, tiles, grid.row_scale
     launch.run(
         _joint_scores,
-        (blocks * place.height * groups,),
+        (blocks * grid.height * groups,),
         *(grad, v, *lines, scores, *sizes, *launch.octets(grad), *launch.octets(v)),
         **dict(BLOCK_E=launch.block(e)) | row,
-        **place.horizons(),
+        **grid.horizons(),
         E=e,
         BLOCK_T=TILE,
-        KEYS=TILE + 2 * place.beside,
-        MEAN=place.mean,
+        KEYS=TILE + 2 * grid.halo,
+        MEAN=grid.mean,
         PRECISION=launch.precision(v.dtype),
     )
     return scores

@@ -1,15 +1,15 @@
-"""The kernel of ``Joint`` relative position that computes shares: the part of a query's mean that
-comes from one key of a class.
+"""The kernel of ``Joint`` relative position that computes shares, for the gradient of the values.
 
-A share is the weight of one key over the mass of all terms, so the values receive
+The share of a class is the weight of one of its keys divided by the mass of all terms. The gradient
+of a value is
 
     dv_j = sum over queries i of share[i, class of (i, j)] grad_i
 
-and the unmodified gradient of the mean is an operand, without another rounding. Shares lie between
-0 and 1. They are stored times ``UNIT``, because float16 loses precision below 6e-5. For each row of
-the grid they are stored line by line:
+with grad the gradient of the mean, which is an operand without further rounding. Shares lie between
+0 and 1. They are stored times ``UNIT``, because float16 loses precision below 6e-5:
 
-    shares [B, h, H, 2Ry+1, W, slots]    the class of columns last, in ``Place.slots`` places
+    shares [B, h, H, 2Ry+1, W, slots]    by row of queries, class of rows, column of queries, and
+                                         class of columns (padded to ``GridClasses.slots``)
 """
 
 import triton.language as tl
@@ -21,7 +21,7 @@ from visionattn.ops.position.kernels.grid_classes import GridClasses
 from visionattn.ops.position.kernels.joint_forward import table_of_lines
 
 UNIT = 2.0**14
-"""Factor of stored shares; float16 still holds the largest."""
+"""Factor of the stored shares; the largest still fits float16."""
 
 
 @kernel
@@ -70,8 +70,8 @@ def _joint_shares(
     p_q = head(p_q, i_group // heads, i_head, q_batch, q_head)
     p_mass += i_group.to(tl.int64) * tokens + prefix
     p_shares += i_group.to(tl.int64) * patches * A * SLOTS
-    # The table of these classes serves all patches of the program; the free slots, which may hold
-    # Z, get zeros.
+    # The table of these classes serves all patches of the program. Zeros go to the slots that hold
+    # Z in the forward pass.
     b_table = table_of_lines(
         p_table + i_head * table_octets * 8, tl.zeros([BLOCK_D], tl.float32), i_chunk, DTYPE, D,
         BLOCK_D, LINES, SLOTS, HORIZON_Y, HORIZON_X,
@@ -87,7 +87,7 @@ def _joint_shares(
         b_phi = tl.where((o_d < D)[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
         b_w = tl.reshape(tl.dot(b_phi, b_table, input_precision=PRECISION), [BLOCK_N, LINES, SLOTS])
         if MEAN:
-            # The outermost classes have many keys, and each key takes its part of the weight.
+            # The outermost classes have many keys: divide their weights by the number of keys.
             b_top = b_inverse / tl.maximum(y - HORIZON_Y + 1, 1).to(tl.float32)
             b_bottom = b_inverse / tl.maximum(height - HORIZON_Y - y, 1).to(tl.float32)
             b_left = 1 / tl.maximum(x - HORIZON_X + 1, 1).to(tl.float32)
@@ -101,46 +101,45 @@ def _joint_shares(
             b_w *= b_rows[:, :, None] * b_columns[:, None, :]
         else:
             b_w *= b_inverse[:, None, None]
-        # Stored line by line: for each row of the grid and class of rows, the patches of the row in
-        # order.
+        # For each row of the grid and class of rows, the patches of the row are stored in order.
         p_rows = p_shares + (y * (A * width) + x) * SLOTS
         p_out = p_rows[:, None, None] + (o_a * width * SLOTS)[None, :, None] + o_b[None, None, :]
         tl.store(p_out, b_w.to(DTYPE), mask=m_n[:, None, None] & (o_a < A)[None, :, None])
 
 
-def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: GridClasses) -> Tensor:
+def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, grid: GridClasses) -> Tensor:
     """Return the shares of all classes times ``UNIT``, ``[B, h, H, 2Ry+1, W, slots]`` in q's dtype.
 
     Args:
-        q: ``[B, h, N, d]`` as given to the attention, prefix first; readable by kernels.
+        q: ``[B, h, N, d]`` as passed to the attention, prefix first; readable by kernels.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative, contiguous.
         mass: ``[B, h, N]`` of all terms, float32, contiguous, as ``joint_means`` writes it.
     """
-    (batch, heads, tokens, d), num_rows = q.shape, 2 * place.horizon_y + 1
-    asked = "joint shares", d, place.padded_classes, q.dtype, q.device
-    row, patches = launch.launch_row(*asked), place.height * place.width
-    shares = q.new_empty(batch, heads, place.height, num_rows, place.width, place.slots)
-    groups = batch * heads * launch.cdiv(num_rows, place.lines_at_once)
+    (batch, heads, tokens, d), num_rows = q.shape, 2 * grid.horizon_y + 1
+    launch_key = "joint shares", d, grid.padded_classes, q.dtype, q.device
+    row, patches = launch.launch_row(*launch_key), grid.height * grid.width
+    shares = q.new_empty(batch, heads, grid.height, num_rows, grid.width, grid.slots)
+    groups = batch * heads * launch.cdiv(num_rows, grid.lines_at_once)
     # About as many programs as the device holds at once, each with several blocks of patches.
-    parts = launch.segments(patches, groups, row["BLOCK_N"], launch.resident_programs(*asked))
+    parts = launch.segments(patches, groups, row["BLOCK_N"], launch.resident_programs(*launch_key))
     launch.run(
         _joint_shares,
         (parts * groups,),
-        *(q, table, mass, shares, heads, tokens, place.height, place.width, place.prefix),
+        *(q, table, mass, shares, heads, tokens, grid.height, grid.width, grid.prefix),
         *(parts, launch.cdiv(launch.cdiv(patches, parts), row["BLOCK_N"])),
         *(
             table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0,
-            UNIT if place.mean else UNIT / tokens,
+            UNIT if grid.mean else UNIT / tokens,
         ),
         *launch.octets(q),
         **row,
         D=d,
         BLOCK_D=launch.block(d),
-        LINES=place.lines_at_once,
-        SLOTS=place.slots,
-        HORIZON_Y=place.horizon_y,
-        HORIZON_X=place.horizon_x,
-        MEAN=place.mean,
+        LINES=grid.lines_at_once,
+        SLOTS=grid.slots,
+        HORIZON_Y=grid.horizon_y,
+        HORIZON_X=grid.horizon_x,
+        MEAN=grid.mean,
         PRECISION=launch.precision(q.dtype),
     )
     return shares

@@ -16,7 +16,7 @@ class GridClasses(NamedTuple):
         prefix: P, the tokens in front of the patches, which take no part.
         horizon_y, horizon_x: Ry and Rx, at least 1 each: patches at this distance or further, up or
             down, left or right, belong to the outermost class.
-        mean: whether the normalization is "mean"; else it is "sum".
+        mean: whether the normalization is "mean" instead of "sum".
     """
 
     height: int
@@ -33,39 +33,45 @@ class GridClasses(NamedTuple):
 
     @property
     def padded_classes(self) -> int:
-        """Elements from one query's weights to the next: whole octets that hold all classes."""
+        """The number of classes, rounded up to whole octets."""
         return -(-self.classes // launch.OCTET) * launch.OCTET
 
     @property
     def unit(self) -> float:
-        """Final factor of sums of weighted lines: 1, or H / M with "sum"."""
+        """The factor that is applied last to sums of weighted lines: 1, or H / M with "sum"."""
         return 1.0 if self.mean else self.height / max(1, self.prefix + self.height * self.width)
 
     @property
     def row_scale(self) -> float:
-        """With "sum", the weight of one key of a row in units of ``unit``."""
+        """With "sum", 1 / M in units of ``unit``: 1 / H."""
         return 1 / max(1, self.height)
 
     @property
     def far_unit(self) -> float:
-        """With "sum", the final factor of the weight of a row's keys outside a tile's window."""
+        """With "sum", the factor that is applied last to weights of keys outside the window of a
+        tile: a power of two of at least W.
+        """
         return 1.0 if self.mean else float(1 << max(0, self.width - 1).bit_length())
 
     @property
-    def beside(self) -> int:
-        """Keys that a tile of queries reads individually on either side: at least the horizon along
-        rows.
+    def halo(self) -> int:
+        """The number of keys that the window of a tile of queries has on either side of the tile:
+        at least Rx.
         """
         return 8 if self.horizon_x <= 8 else 24
 
     @property
     def slots(self) -> int:
-        """Slots for the classes of columns in one class of rows; at least one slot is free."""
+        """The number of classes of columns, padded to a power of two with at least one free
+        slot.
+        """
         return max(8, 1 << (2 * self.horizon_x + 1).bit_length())
 
     @property
     def lines_at_once(self) -> int:
-        """Classes of rows whose weights one product of about 64 columns computes."""
+        """The number of classes of rows whose weights are computed in one product, of about 64
+        columns.
+        """
         return min(
             1 << (2 * self.horizon_y).bit_length(),
             max(1, (64 if self.slots == 8 else 32) // self.slots),

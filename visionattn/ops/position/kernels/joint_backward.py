@@ -1,7 +1,8 @@
-"""The backward pass of ``Joint`` relative position by its kernels, with the gradient of the table.
+"""The backward pass of ``Joint`` relative position by kernels, and the kernel of the gradient of
+the table.
 
 Gradients of queries come from scores of classes (``class_scores.py``, ``queries_backward.py``),
-gradients of values from shares of keys (``values_backward.py``).
+gradients of values from shares (``class_shares.py``, ``values_backward.py``).
 """
 
 import torch
@@ -60,7 +61,7 @@ def _joint_table_backward(
     for start in range(i_segment * segment_patches, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < last
-        # Gradients of weights are already operands; in float16 they are divided by a unit per
+        # The gradients of weights have the dtype of operands; in float16 they have a unit per
         # query.
         p_rows = (
             p_d_weights + (i_group.to(tl.int64) * patches + o_n)[:, None] * PADDED + o_c[None, :]
@@ -80,27 +81,27 @@ def _joint_table_backward(
     tl.store(p_d_table, b_d_table, mask=(o_c < CLASSES)[None, :] & (o_d < D)[:, None])
 
 
-def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: GridClasses) -> Tensor:
-    """Return the gradient of a table for each head, ``[h, 2Ry+1, 2Rx+1, d]``, float32."""
+def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, grid: GridClasses) -> Tensor:
+    """Return the gradient of the table of each head, ``[h, 2Ry+1, 2Rx+1, d]``, float32."""
     (batch, heads, patches), d = d_weights.shape[:3], q.shape[3]
-    asked = "joint table backward", d, place.padded_classes, q.dtype, q.device
-    row = launch.launch_row(*asked)
+    launch_key = "joint table backward", d, grid.padded_classes, q.dtype, q.device
+    row = launch.launch_row(*launch_key)
     segments = launch.segments(
-        patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*asked)
+        patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*launch_key)
     )
-    sizes = 2 * place.horizon_y + 1, 2 * place.horizon_x + 1, d
-    # One table per segment and image; torch adds them.
+    sizes = 2 * grid.horizon_y + 1, 2 * grid.horizon_x + 1, d
+    # One gradient per segment and image; torch adds them.
     d_table = q.new_empty(segments * batch, heads, *sizes, dtype=torch.float32)
     launch.run(
         _joint_table_backward,
         (segments * batch * heads,),
-        *(q, d_weights, units, d_table, heads, batch * heads, patches, place.prefix),
+        *(q, d_weights, units, d_table, heads, batch * heads, patches, grid.prefix),
         *(launch.cdiv(patches, segments), segments, *launch.octets(q)),
         **row,
-        **place.horizons(),
+        **grid.horizons(),
         D=d,
         BLOCK_D=launch.block(d),
-        BLOCK_C=launch.block(place.padded_classes),
+        BLOCK_C=launch.block(grid.padded_classes),
         PRECISION=launch.precision(q.dtype),
     )
     return d_table.sum(0)
@@ -113,27 +114,27 @@ def joint_backward(
     q: Tensor,
     table: Tensor,
     v: Tensor,
-    place: GridClasses,
+    grid: GridClasses,
     content: OfContent,
     dv: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of q and, float32, of the table; add the gradient of the values to
+    """Return the gradients of q and, in float32, of the table; add the gradient of the values to
     ``dv`` in place.
 
     Args:
         grad, out: ``[B, h, N, e]``, the gradient of the mean under all terms, and the mean itself.
         mass: ``[B, h, N]``, float32, contiguous, from ``joint_means``.
-        q, v: ``[B, h, N, d]`` and ``[B, h, N, e]`` as given to the attention.
+        q, v: ``[B, h, N, d]`` and ``[B, h, N, e]`` as passed to the attention.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32.
-        content: the unfinished part of the content's backward pass.
-        dv: like v, readable by kernels, already holding the content's gradient.
+        content: partial results of the content's backward pass.
+        dv: like v, readable by kernels; holds the gradient from the content.
     """
     grad, out, q, v = (launch.readable(x) for x in (grad, out, q, v))
     table = table.contiguous()
     dq, d_weights, units = queries_backward(
-        scores_of_classes(grad, v, place), grad, out, mass, q, table, content, place
+        scores_of_classes(grad, v, grid), grad, out, mass, q, table, content, grid
     )
-    d_table = _to_table(d_weights, units, q, place)
+    d_table = _to_table(d_weights, units, q, grid)
     d_table = d_table if table.shape[0] > 1 else d_table.sum(0, keepdim=True)
-    values_backward(q, table, grad, mass, place, dv)
+    values_backward(q, table, grad, mass, grid, dv)
     return dq, d_table

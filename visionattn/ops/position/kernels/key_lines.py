@@ -1,15 +1,16 @@
-"""Lines of keys that ``Joint`` relative position reads in its forward and backward pass.
+"""Lines of values that ``Joint`` relative position reads in its forward and backward pass.
 
-For a query in row y of the grid, the keys of one class of rows form one line along x: row y + dy of
-the values for |dy| < Ry, the mean of all rows up to y - Ry, or the mean of all rows from y + Ry on.
-This module computes the means, by products with ones in each direction. It also sums the parts of a
-line outside the window of a tile of T queries:
+A line has one value per column of the grid and stands for all keys of one class of rows. For a
+query in row y, each row y + dy of the values with |dy| < Ry is a line. The two other lines are the
+mean of all rows up to y - Ry, and the mean of all rows from y + Ry on. This module computes the
+means. It also computes the remainders: the sums of a line before and after the window of a tile of
+T queries.
 
-    columns      0 ..             x0 - beside ..  x0 .. x0 + T  .. x0 + T + beside         .. W
-    one line     |<-- before: sum -->|<-- keys of the tile, one by one -->|<-- after: sum -->|
+    columns      0 ..              x0 - halo ..  x0 .. x0 + T  .. x0 + T + halo           .. W
+    one line     |<-- before: sum -->|<-- the window, key by key ----->|<-- after: sum ---->|
 
-Beyond the window every key belongs to the outermost class of columns, since beside >= Rx. All sums
-run from one side: none is a difference.
+Outside the window every key is in the outermost class of columns, since halo >= Rx. Each sum runs
+from one end of the grid, as a product with a triangle of ones; none is a difference.
 """
 
 from typing import NamedTuple
@@ -29,8 +30,8 @@ def axis_keys(o_class, o_place, length, HORIZON: tl.constexpr):
     float32.
     """
     o_key = o_place + o_class - HORIZON
-    # A class within the horizon has the one key at its place; the outermost classes have all keys
-    # from there on.
+    # Within the horizon, a class has the key at ``o_key``; the outermost classes have all keys from
+    # there to the end of the axis.
     window = ((o_key >= 0) & (o_key < length)).to(tl.int32)
     count = tl.where(o_class == 0, tl.maximum(o_key + 1, 0), window)
     return tl.where(o_class == 2 * HORIZON, tl.maximum(length - o_key, 0), count).to(tl.float32)
@@ -49,12 +50,12 @@ def line_at(
     E: tl.constexpr,
     HORIZON_Y: tl.constexpr,
 ):
-    """Return the address where the line of class of rows ``i_class`` begins, and its tokens' stride
-    in octets.
+    """Return the address of the line for class of rows ``i_class``, and its stride per column in
+    octets.
 
-    ``y_keys`` is the row of the query plus ``i_class - Ry``: the row of the keys, or the last or
+    ``y_keys`` is the row of the query plus ``i_class - Ry``: the row of the values, or the last or
     first row of a mean. ``p_v`` and ``p_means`` are the addresses of row 0 of one head;
-    ``means_below`` is the distance to the second half of the means.
+    ``means_below`` is the distance from the means above to the means below.
     """
     is_above, is_below = i_class == 0, i_class == 2 * HORIZON_Y
     i_row = y_keys.to(tl.int64)
@@ -77,13 +78,13 @@ def _means_of_rows(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write to ``p_out [C]`` the means of rows 0 to y (side 0), or of rows y to the last (side 1),
-    of the columns at ``p_x [C]``.
+    """Write for each row y the mean of rows 0 to y (side 0), or of rows y to the last (side 1).
 
-    Addresses are of row 0, strides are in elements.
+    ``p_x [C]`` and ``p_out [C]`` are the addresses of C columns in row 0; strides between rows are
+    in elements.
     """
-    # Sum by products: counted from this side, row i takes the first i + 1 rows of a block;
-    # afterwards it takes the others.
+    # Running sums by products, with rows counted from this side: first add rows 0 to i of a block
+    # to sum i, and after writing the means add the other rows of the block.
     o_i = tl.arange(0, BLOCK_Y)
     b_ones = tl.where(o_i[None, :] <= o_i[:, None], 1.0, 0.0).to(p_x.dtype.element_ty)
     b_others = tl.where(o_i[None, :] > o_i[:, None], 1.0, 0.0).to(p_x.dtype.element_ty)
@@ -98,20 +99,20 @@ def _means_of_rows(
         tl.store(
             p_out[None, :] + y[:, None] * out_row, b_means.to(p_out.dtype.element_ty), mask=m_x
         )
-        # Now each row holds the sum of all rows of the block, the start of the next block.
+        # Now every row of the sums has added all rows of the block, as the start of the next block.
         b_sums = tl.dot(b_others, b_x, acc=b_sums, input_precision=PRECISION)
 
 
 @triton.jit
-def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr):
+def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, HALO: tl.constexpr):
     """Count the keys of a row before a tile's window (side 0), or after it (side 1)."""
     first = i_tile * BLOCK_T
-    return tl.maximum(tl.where(i_side == 0, first - BESIDE, width - first - BLOCK_T - BESIDE), 0)
+    return tl.maximum(tl.where(i_side == 0, first - HALO, width - first - BLOCK_T - HALO), 0)
 
 
 @triton.jit
 def power_of_two(number):
-    """Return the largest power of two up to ``number``, and 0 for 0: the exponent of a float32."""
+    """Return the largest power of two up to ``number``, or 0 for 0: a float32 without mantissa."""
     return (number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(
         tl.float32, bitcast=True
     )
@@ -136,8 +137,9 @@ def _means_of_values(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the means of rows of v for ``BLOCK_C`` of its ``width * E`` columns, as one of
-    ``2 * blocks * groups`` programs.
+    """Write the means of rows of v for BLOCK_C of the ``width * E`` elements of a row.
+
+    ``i_program`` is one of ``2 * blocks * groups``.
     """
     i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
     o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -166,12 +168,13 @@ def _remainders_of_values(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BESIDE: tl.constexpr,
+    HALO: tl.constexpr,
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write for each tile of a row the sum of the values before or after its window, as one of
-    ``2 * height * groups`` programs.
+    """Write for each tile of a row the sum of the values before, or after, the window.
+
+    ``i_program`` is one of ``2 * height * groups``.
     """
     TILES: tl.constexpr = BLOCK_X // BLOCK_T
     i_side, i_row = i_program % 2, i_program // 2
@@ -180,27 +183,25 @@ def _remainders_of_values(
     p_v += (prefix + y * width).to(tl.int64) * v_token * 8
     o_e = tl.arange(0, BLOCK_E)
     p_remainders += (i_row.to(tl.int64) * tiles * 2 + i_side) * E
-    # Sum by products: of BLOCK_X columns, counted from this side, row i of the left operand takes
-    # the columns of the first i tiles.
+    # Sums by products, with columns counted from this side: row i of the left operand selects the
+    # columns of the first i tiles.
     o_i, o_j = tl.arange(0, 16), tl.arange(0, BLOCK_X)
     b_ones = tl.where(o_j[None, :] < o_i[:, None] * BLOCK_T, 1.0, 0.0).to(p_v.dtype.element_ty)
     b_carry = tl.zeros([BLOCK_E], tl.float32)
-    # TILES tiles at a time, from the end of the row where nothing lies beyond.
+    # TILES tiles at a time, from the end of the row where the remainder is 0.
     for start in tl.range(0, tiles, TILES, num_stages=1):
         o_column = start * BLOCK_T + o_j
-        o_x = tl.where(i_side == 0, o_column - BESIDE, tiles * BLOCK_T + BESIDE - 1 - o_column)
+        o_x = tl.where(i_side == 0, o_column - HALO, tiles * BLOCK_T + HALO - 1 - o_column)
         b_v = read(p_v, o_x, v_token, o_e, (o_x >= 0) & (o_x < width), E)  # [X, E]
         b_sums = tl.dot(b_ones, b_v, input_precision=PRECISION) + b_carry[None, :]
         # Row TILES of the product sums all columns of this block: the start of the next block.
         b_carry = tl.sum(tl.where((o_i == TILES)[:, None], b_sums, 0), 0)
         o_tile = tl.where(i_side == 0, start + o_i, tiles - 1 - start - o_i)
-        # Divided by a power of two, which is exact, so that half precision holds the sum of a long
+        # Divide by a power of two, which is exact, so that half precision holds the sum of a long
         # row.
         b_sums *= (
             1
-            / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, BESIDE)), 1.0)[
-                :, None
-            ]
+            / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, HALO)), 1.0)[:, None]
         )
         m_out = ((o_i < TILES) & (start + o_i < tiles))[:, None] & (o_e < E)[None, :]
         p_out = p_remainders + o_tile[:, None] * 2 * E + o_e[None, :]
@@ -225,15 +226,13 @@ def _joint_lines(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BESIDE: tl.constexpr,
+    HALO: tl.constexpr,
     BLOCK_Y: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the means of rows of v and, for several tiles, the sums outside the windows of its
-    rows.
-    """
+    """Write the means of rows of v and, if a row has several tiles, the remainders of the rows."""
     i_program, of_means = tl.program_id(0), 2 * blocks * groups
     if i_program < of_means:
         _means_of_values(
@@ -243,7 +242,7 @@ def _joint_lines(
     else:
         _remainders_of_values(
             i_program - of_means, p_v, p_remainders, heads, height, width, prefix, tiles, v_batch,
-            v_head, v_token, E, BLOCK_E, BLOCK_T, BESIDE, BLOCK_X, PRECISION,
+            v_head, v_token, E, BLOCK_E, BLOCK_T, HALO, BLOCK_X, PRECISION,
         )  # fmt: skip
 
 
@@ -259,9 +258,7 @@ def _joint_means_of_remainders(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the means over rows of the rows' remainders, which are the remainders of the means of
-    rows.
-    """
+    """Write the remainders of the means of rows, which are the means of the remainders of rows."""
     i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks
     i_group, columns = tl.program_id(0) // 2 // blocks, 2 * tiles * E
     o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -277,21 +274,21 @@ class Lines(NamedTuple):
     """The lines that tiles read in addition to the values.
 
     Args:
-        means: ``[2, B, h, H, W, e]`` in the dtype of v: the means of rows 0 to y and of rows y to H
-            - 1.
+        means: ``[2, B, h, H, W, e]`` in the dtype of v: for row y, the mean of rows 0 to y and the
+            mean of rows y to ``H - 1``.
         remainders: ``[3, B, h, H, tiles, 2, e]`` in the dtype of v: for row y of v and of both
-            means, the sums of the keys before and after each tile's window. Empty if one tile holds
-            a row. Each sum is divided by the largest power of two up to the number of its keys, so
-            that half precision holds both the sum and the weight times that power.
+            means, the sums before and after the window of each tile. Empty if a row is a single
+            tile. Each sum is divided by the largest power of two up to its number of keys, so that
+            half precision holds both the sum and the weight times this power.
     """
 
     means: Tensor
     remainders: Tensor
 
 
-def lines_of(v: Tensor, place: GridClasses) -> Lines:
+def lines_of(v: Tensor, grid: GridClasses) -> Lines:
     """Return the lines of ``v [B, h, N, e]``, which kernels must be able to read."""
-    (batch, heads, _, e), height, width = v.shape, place.height, place.width
+    (batch, heads, _, e), height, width = v.shape, grid.height, grid.width
     tiles, groups = launch.cdiv(width, TILE), batch * heads
     lines = Lines(
         v.new_empty(2, batch, heads, height, width, e),
@@ -303,14 +300,14 @@ def lines_of(v: Tensor, place: GridClasses) -> Lines:
     launch.run(
         _joint_lines,
         (2 * groups * (blocks + (height if tiles > 1 else 0)),),
-        *(v, *lines, heads, groups, height, width, place.prefix, tiles, blocks, *launch.octets(v)),
+        *(v, *lines, heads, groups, height, width, grid.prefix, tiles, blocks, *launch.octets(v)),
         **row,
         **own,
         BLOCK_E=launch.block(e),
         BLOCK_T=TILE,
-        BESIDE=place.beside,
+        HALO=grid.halo,
     )
-    # Their means need the remainders of all rows, and so a later launch.
+    # The means of remainders need the remainders of all rows, and so a second launch.
     if tiles > 1:
         row = launch.launch_row("joint means of remainders", 0, e, v.dtype, v.device)
         blocks = launch.cdiv(2 * tiles * e, row["BLOCK_C"])

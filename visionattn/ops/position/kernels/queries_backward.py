@@ -1,14 +1,15 @@
 """Kernel of ``Joint`` relative position, backward: the gradients of queries and of weights of
 classes.
 
-The gradient of a weight is ``(s_c - n_c <g, out>) / mass`` with the score s_c of the class
-(``class_scores.py``) and the score n_c of keys equal to 1. If a query attends to one class only,
-this is a small difference of large numbers, and the rounded mean is too coarse for it.
+The gradient of the weight of class c is ``(s_c - n_c <g, out>) / mass``. Here s_c is the score of
+the class (``class_scores.py``), and n_c is the score if the product of g and every value were 1. If
+a query attends mostly to one class, this is a small difference of large numbers, for which the
+rounded mean is too coarse.
 
-With a state as content, ``<g, out>`` and the mass are therefore summed again, from unrounded
-weights: phi(q) is multiplied by the products of scores and of n_c with the table, which dq needs
-anyway. With other content they are corrected by the rounding errors of the weights. The table comes
-in two parts, and dq is rounded once, after adding the content's part in float32.
+So with a state as content, ``<g, out>`` and the mass are summed again from unrounded weights: from
+phi(q) and the products of s_c and n_c with the table, which dq needs anyway. With sums as content,
+they are corrected by the rounding errors of the weights. The table enters in two parts, high and
+low. dq is rounded once, after the content's part has been added in float32.
 """
 
 from typing import NamedTuple
@@ -36,16 +37,16 @@ from visionattn.ops.position.kernels.key_lines import axis_keys
 
 
 class OfContent(NamedTuple):
-    """The part of the content's backward pass that is left to the relative term.
+    """Partial results of the content's backward pass, which the relative term completes.
 
     Args:
-        dq: its part of the gradient of q, ``[B, h, N, d]``, float32, readable by kernels.
-        along: ``[B, h, N]``, float32: its part of ``<g, out>``, to which the classes add theirs; dq
-            is then the gradient of the features, without the part from the mass. None: dq is
+        dq: gradient of q from the content, ``[B, h, N, d]``, float32, readable by kernels. With
+            ``along`` it is the gradient of the features instead, without the part from the mass.
+        along: contribution of the content to ``<g, out>``, ``[B, h, N]``, float32; None: ``dq`` is
             complete.
-        z: ``[B, h, d]``, contiguous: the sum of the features of keys divided by M; given with
+        z: sum of the features of keys divided by M, ``[B, h, d]``, contiguous; needed with
             ``along``.
-        feature_map: feature map of the content; given with ``along``.
+        feature_map: feature map of the content; needed with ``along``.
     """
 
     dq: Tensor
@@ -67,10 +68,10 @@ def _scores_and_keys(
     HORIZON_X: tl.constexpr,
     PADDED: tl.constexpr,
     MEAN: tl.constexpr,
-    SHARE: tl.constexpr,
+    WITH_FACTOR: tl.constexpr,
 ):
-    """Read the scores of classes ``o_c``; compute the scores of keys equal to 1 and, with SHARE,
-    the part of a weight per key; ``[N, C]`` each.
+    """Return for the classes ``o_c`` the scores s_c, the numbers n_c and, with WITH_FACTOR, the
+    factor by which the forward pass multiplies a weight before rounding it; ``[N, C]`` each.
     """
     COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     m_c = m_n[:, None] & (o_c < (2 * HORIZON_Y + 1) * COLUMNS)[None, :]
@@ -79,33 +80,33 @@ def _scores_and_keys(
         mask=m_c,
         other=float("-inf") if MEAN else 0,
     )
-    b_share = tl.full(b_s.shape, 1.0, tl.float32)
-    if SHARE or not MEAN:
+    b_factor = tl.full(b_s.shape, 1.0, tl.float32)
+    if WITH_FACTOR or not MEAN:
         b_rows = tl.where(
             m_c, axis_keys((o_c // COLUMNS)[None, :], (o_n // width)[:, None], height, HORIZON_Y), 0
         )
         b_columns = axis_keys((o_c % COLUMNS)[None, :], (o_n % width)[:, None], width, HORIZON_X)
-    # The mean of keys equal to 1 is 1 for any class with a key: the others have a score of minus
+    # With "mean", n_c is 1 for every class with a key. Classes without keys have a score of minus
     # infinity.
     if MEAN:
         b_keys = tl.where(b_s > float("-inf"), 1.0, 0.0)
         b_s = tl.where(b_s > float("-inf"), b_s, 0)
-        if SHARE:
-            b_share = 1 / tl.maximum(b_columns, 1)
+        if WITH_FACTOR:
+            b_factor = 1 / tl.maximum(b_columns, 1)
     else:
         b_keys = b_rows * b_columns * row_scale
-        b_share = tl.maximum(b_rows, 1) * row_scale
-    return b_s, b_keys, b_share
+        b_factor = tl.maximum(b_rows, 1) * row_scale
+    return b_s, b_keys, b_factor
 
 
 @triton.jit
 def _add_times_table(
     b_sum, x, b_high, b_low, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr
 ):
-    """Add to ``b_sum [N, D]`` the product of ``x [N, C]`` (in two parts with LOW) and the table
-    ``[C, D]`` in two parts.
+    """Return ``b_sum [N, D]`` plus the product of ``x [N, C]`` and the table ``[C, D]``, which is
+    given in two parts. With LOW, x is split into two parts too.
     """
-    # The product of both low parts is negligible.
+    # The product of both low parts is negligible and left out.
     x_high, x_low = parts(x, DTYPE)
     b_sum = tl.dot(x_high, b_high, b_sum, input_precision=PRECISION)
     if tl.float32 != DTYPE:
@@ -166,10 +167,11 @@ def _joint_queries_backward(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradients of one block of queries, and of the weights of their classes in units of
-    ``p_units`` (float16 only).
+    """Write the gradients of one block of queries, and of the weights of their classes, in float16
+    divided by the units that are written to ``p_units``.
 
-    With ``MAP`` "" it takes the content's part unchanged, and ``<g, out>`` from the written mean.
+    With ``MAP`` "" the content is given by sums: its part of dq is complete, and ``<g, out>`` comes
+    from the mean.
     """
     CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * (2 * HORIZON_X + 1)
     DTYPE: tl.constexpr = p_q.dtype.element_ty
@@ -185,7 +187,7 @@ def _joint_queries_backward(
     p_mass += i_group.to(tl.int64) * tokens
     p_along += i_group.to(tl.int64) * tokens
     p_scores += i_group.to(tl.int64) * height * width * PADDED
-    # Prefix tokens have only content.
+    # Prefix tokens have only the content term.
     for start in range(0, tl.where(i_block == 0, prefix, 0), BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < prefix
@@ -199,7 +201,7 @@ def _joint_queries_backward(
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < height * width
     b_q = read(p_q, prefix + o_n, q_token, o_d, m_n, D)  # [N, D]
-    # In float16 the scores of a query are divided by the largest.
+    # In float16 the scores of a query have a unit that scales the largest to 16.
     b_unit = tl.full([BLOCK_N], 1.0, tl.float32)
     if tl.float16 == DTYPE:
         b_most = tl.zeros([BLOCK_N], tl.float32)
@@ -210,13 +212,13 @@ def _joint_queries_backward(
             )  # fmt: skip
             b_most = tl.maximum(b_most, tl.max(tl.abs(b_s), 1))
         b_unit = tl.maximum(b_most / 16, 1e-30)
-    # Gradients of phi from the sum of weighted values and from the mass, and the rounding errors of
-    # the weights in both.
+    # Gradients of phi through the sum of values and through the mass, and, for ``MAP`` "", the
+    # rounding errors of the weights in both sums.
     b_to_values = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_to_mass = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_values, b_masses = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, CLASSES, BLOCK_C):
-        b_s, b_keys, b_share = _scores_and_keys(
+        b_s, b_keys, b_factor = _scores_and_keys(
             p_scores, o_n, first + o_c, m_n, height, width, row_scale, HORIZON_Y, HORIZON_X, PADDED,
             MEAN, MAP == "",
         )  # fmt: skip
@@ -226,13 +228,12 @@ def _joint_queries_backward(
         )  # [C, D]
         b_high, b_low = parts(b_table, DTYPE)
         b_to_mass = _add_times_table(b_to_mass, b_keys, b_high, b_low, DTYPE, PRECISION, not MEAN)
-        # Rounding errors: recompute the weights as the forward pass rounded them, and subtract
-        # them.
+        # Rounding errors: subtract the weights as the forward pass rounded them.
         if MAP == "":
             b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
             b_w = tl.dot(b_phi, tl.trans(b_high), input_precision=PRECISION)
             b_masses -= tl.sum(b_w * b_keys, 1)
-            b_values -= tl.sum((b_w * b_share).to(DTYPE).to(tl.float32) / b_share * b_s, 1)
+            b_values -= tl.sum((b_w * b_factor).to(DTYPE).to(tl.float32) / b_factor * b_s, 1)
         b_left = b_s / b_unit[:, None] if tl.float16 == DTYPE else b_s
         b_to_values = _add_times_table(b_to_values, b_left, b_high, b_low, DTYPE, PRECISION, True)
     # <g, out>, the mass, and dq.
@@ -241,8 +242,7 @@ def _joint_queries_backward(
     b_masses += tl.sum(b_phi * b_to_mass, 1)
     b_mass = tl.load(p_mass + prefix + o_n, mask=m_n, other=0)
     b_dq = read(p_content_dq, prefix + o_n, content_token, o_d, m_n, D)
-    # Corrected by the difference of unrounded and rounded sums or, with a state, summed from
-    # scratch.
+    # <g, out> and the mass: corrected by the rounding errors or, with a state, summed again.
     if MAP == "":
         b_grad = read(p_grad, prefix + o_n, grad_token, o_e, m_n, E).to(tl.float32)
         b_out = read(p_out, prefix + o_n, out_token, o_e, m_n, E).to(tl.float32)
@@ -256,8 +256,8 @@ def _joint_queries_backward(
         ) * b_inverse
         b_dq = b_dq * (b_mass * b_inverse)[:, None] - (b_along * b_inverse)[:, None] * b_z[None, :]
     b_inverse *= unit
-    # The gradient of phi(q) through all weights of its classes; each term has the slope of its own
-    # feature map.
+    # The gradient of elu1(q) through the weights of all classes. Content and relative term may have
+    # different feature maps, and so different slopes.
     b_to_phi = (
         b_to_values * (b_unit * b_inverse)[:, None] - b_to_mass * (b_along * b_inverse)[:, None]
     )
@@ -268,7 +268,7 @@ def _joint_queries_backward(
     else:
         b_dq = b_dq * phi_slope(b_q, MAP) + b_to_phi * b_slope
     write(p_dq, prefix + o_n, dq_token, o_d, b_dq, m_n, D)
-    # Gradients of the weights; in float16 they are divided by at least the largest.
+    # Gradients of the weights; in float16 they are divided by a bound on the largest.
     i_first = i_group.to(tl.int64) * height * width
     if tl.float16 == DTYPE:
         b_unit = tl.maximum(
@@ -294,38 +294,43 @@ def queries_backward(
     q: Tensor,
     table: Tensor,
     content: OfContent,
-    place: GridClasses,
+    grid: GridClasses,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q and of the weights of classes, ``[B, h, H*W, C padded]``, and the
-    units of the latter, ``[B, h, H*W]`` (float16 only).
+    """Return the gradient of q, the gradient of the weights of classes ``[B, h, H*W, C padded]``,
+    and the units of the second, ``[B, h, H*W]`` (empty except in float16).
+
+    Args:
+        scores: the result of ``scores_of_classes``.
+
+    The other arguments are as for ``joint_backward``.
     """
     (batch, heads, tokens, d), e = q.shape, grad.shape[3]
-    row = launch.launch_row("joint queries backward", d, place.padded_classes, q.dtype, q.device)
-    if content.along is None:  # gradients and means are read too and take registers
+    row = launch.launch_row("joint queries backward", d, grid.padded_classes, q.dtype, q.device)
+    if content.along is None:  # the gradient and the mean are read too and take registers
         row = row | dict(BLOCK_N=row["BLOCK_N"] // 2)
     d_weights = torch.empty_like(scores, dtype=q.dtype)
     units = scores.new_empty(scores.shape[:3] if q.dtype == torch.float16 else 0)
     dq = launch.tokens_first(q, batch, heads, tokens, d)
-    blocks = launch.cdiv(place.height * place.width, row["BLOCK_N"])
+    blocks = launch.cdiv(grid.height * grid.width, row["BLOCK_N"])
     along, z = (mass, mass) if content.along is None else (content.along, content.z)
     launch.run(
         _joint_queries_backward,
         (blocks * batch * heads,),
         *(q, table, scores, grad, out, mass, content.dq, along, z, dq, d_weights, units),
-        *(heads, tokens, place.height, place.width, place.prefix, blocks),
+        *(heads, tokens, grid.height, grid.width, grid.prefix, blocks),
         *(
             table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0,
-            place.row_scale,
-            place.unit,
+            grid.row_scale,
+            grid.unit,
         ),
         *(octet for x in (q, grad, out, content.dq, dq) for octet in launch.octets(x)),
         **row,
-        **place.horizons(),
+        **grid.horizons(),
         D=d,
         E=e,
         BLOCK_D=launch.block(d),
         BLOCK_E=launch.block(e),
-        MEAN=place.mean,
+        MEAN=grid.mean,
         MAP=content.feature_map,
         PRECISION=launch.precision(q.dtype),
     )

@@ -1,10 +1,10 @@
 """Pairs of a tile's queries and keys, in the order that matrix units need for a left operand.
 
-A tile has T queries and some keys, and a warp works on a tile. In a product m16n8k16, lane
+A tile has T queries and some keys, and one warp processes a tile. In a product m16n8k16, lane
 ``4 g + t`` of the warp holds queries ``g`` and ``g + 8`` and keys ``2 t``, ``2 t + 1``, ``2 t + 8``
-and ``2 t + 9`` of the left operand. Weights gathered in axes of lanes, tiles and registers already
-form that operand. If the compiler recognizes this, they need no move through shared memory;
-otherwise it moves them.
+and ``2 t + 9`` of the left operand. Weights gathered into a tensor with axes of lanes, tiles and
+registers are already in this order. If the compiler recognizes this, they do not move through
+shared memory; otherwise the result is the same, but slower.
 """
 
 import triton
@@ -13,8 +13,8 @@ import triton.language as tl
 LANES_LAST = tl.constexpr(
     tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 9)
 )
-"""Triton 3.9 distributes the threads of a gather from its last axis on, so lanes come last,
-``[registers, TILES, 8, 4]``; 3.6 starts from the first axis, ``[4, 8, TILES, registers]``.
+"""Whether the axes of lanes come last. Triton 3.9 and later distribute the threads of a gather from
+the last axis on; earlier versions start from the first axis.
 """
 
 
@@ -43,8 +43,8 @@ def pairs(QUERIES: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def as_operand(b_pairs, QUERIES: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr):
     """Turn values gathered in the order of ``pairs`` into ``[TILES, QUERIES, KEYS]``."""
-    # A query's number is (group of 8, g), a key's number is (group of 8, t, one of two): bring
-    # these parts together.
+    # The index of a query is (group of 8, g), the index of a key is (group of 8, t, one of two).
+    # Permute the axes so that the parts of each index are adjacent.
     if LANES_LAST:
         b_pairs = tl.reshape(b_pairs, [QUERIES // 8, KEYS // 8, 2, TILES, 8, 4])
         b_pairs = tl.permute(b_pairs, [3, 0, 4, 1, 5, 2])

@@ -1,11 +1,11 @@
 """The kernel of direct TaylorShift and its launch; its gradients are in ``direct_backward.py``.
 
-With ``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r)``,
-``r = c/a - (b/2a)^2 > 0``. The product of queries and keys starts at b/2a and one multiply-add
-gives the weight, without exponential or maximum. One program holds a block of queries and loops
-over all keys; weights stay in registers.
+With ``x = q.k`` and ``y = x + b/2a``, the weight is ``a x^2 + b x + c = a (y^2 + r)`` with
+``r = c/a - (b/2a)^2 > 0``. The accumulator of the product of queries and keys starts at b/2a, and
+one multiply-add then gives the weight, without exponential or maximum. One program holds a block of
+queries and loops over all keys; weights stay in registers.
 
-Sums are divided by the number of keys M (see ``ops/gpu``). Registers hold d up to 64 and e up to
+Sums are in units of the number of keys M (see ``ops/gpu``). Registers hold d up to 64 and e up to
 128 in half precision, and up to 32 of both in float32.
 
 Source: Nauen et al. 2024, "Direct TaylorShift"; the completed square is ours.
@@ -30,8 +30,9 @@ from visionattn.ops.gpu.triton_helpers import (
 
 @triton.jit
 def shifted_scores(b_left, b_right, shift, PRECISION: tl.constexpr):
-    """Return ``left right^T + shift``, float32: the product starts at the shift, which costs
-    nothing.
+    """Return ``left right^T + shift``, float32.
+
+    The accumulator starts at the shift, which costs nothing.
     """
     b_start = tl.full([b_left.shape[0], b_right.shape[0]], shift, tl.float32)
     return tl.dot(b_left, tl.trans(b_right), acc=b_start, input_precision=PRECISION)
@@ -60,24 +61,24 @@ def _add_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the contribution of one block of keys to the sums of values and of weights, in units of
-    a.
+    """Return the sums of values and of weights, divided by a, plus the contribution of one block of
+    keys.
 
-    In float16 the sum of values is in units of 256 a, for the range of its operands.
+    In float16 the sum of values is also divided by 256, to keep its operands in range.
     """
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED)  # [M, E]
-    # y = x + b/2a, then the weight in units of a: y^2 + r, one multiply-add per pair.
+    # y = x + b/2a, then the weight divided by a, y^2 + r: one multiply-add per pair.
     b_y = shifted_scores(b_q, b_k, shift, PRECISION)
     b_p = b_y * b_y + rest
-    # An absent key was read as 0 but still has the weight of y = b/2a: set it to 0.
+    # An absent key was read as 0, which gives y = b/2a and a positive weight: set the weight to 0.
     if RAGGED:
         b_p = tl.where(m_m[None, :], b_p, 0)
     b_mass += tl.sum(b_p, 1)
-    # Scores above 256 give weights that float16 cannot hold; the float32 mass is summed before
-    # scaling.
+    # Scores above 256 give weights that float16 cannot hold. The mass is float32 and was summed
+    # before.
     if b_v.dtype == tl.float16:
         b_p *= 1 / 256
     b_values += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
@@ -121,8 +122,8 @@ def _taylor_direct_means(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the mass of one block of queries, and their mean or, without DIVIDE, the sum of
-    weighted values times ``scale``.
+    """Write the mass of one block of queries, and the mean or, without DIVIDE, the sum of weighted
+    values. Mass and sum are multiplied by ``scale``.
     """
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -136,8 +137,8 @@ def _taylor_direct_means(
     b_q = read(head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D)  # [N, D]
     b_values = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_mass = tl.zeros([BLOCK_N], tl.float32)
-    # Whole blocks of keys first, without a bounds mask; then a ragged last block. With a key mask
-    # every block counts as ragged.
+    # Whole blocks of keys first, without a bounds mask; then the last, partial block. With a key
+    # mask every block is processed like a partial block.
     whole = 0
     if not MASKED:
         whole = keys - keys % BLOCK_M
@@ -165,7 +166,7 @@ def _taylor_direct_means(
 
 
 def completed_square(coefficients: tuple[float, float, float]) -> tuple[float, float]:
-    """Return ``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``: the shift of y, and r."""
+    """Return ``b / 2a``, the shift of y, and ``r = c/a - (b/2a)^2`` for ``(a, b, c)``."""
     a, b, c = coefficients
     return b / (2 * a), c / a - (b / (2 * a)) ** 2
 
@@ -182,11 +183,11 @@ def forward(
     """Return the mean of the values under ``a x^2 + b x + c``, and the mass.
 
     Args:
-        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype; q and k as used
-            in the scores.
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype; q and k are
+            already normalized, if at all.
         key_mask: bool ``[B, M]``, True takes part.
         coefficients: (a, b, c) with ``a > 0`` and ``c > b^2 / (4 a)``.
-        divide: whether to return the mean, or ``sum_j w_ij v_j / M`` in float32.
+        divide: whether to return the mean; else return ``sum_j w_ij v_j / M`` in float32.
 
     Returns:
         out ``[B, h, N, e]``, the mean in the dtype of v or the sum in float32, and mass

@@ -1,13 +1,13 @@
 """Kernels for the gradients of direct TaylorShift and their launches.
 
-``direct.py`` defines the weights ``w = a (y^2 + r)``. The gradients of the sums of values and of
-weights are ``g = grad / mass`` and ``z = -<g, out>``; the gradient of a score is
+The weights are ``w = a (y^2 + r)``, see ``direct.py``. The gradients of the sums of values and of
+weights are ``g = grad / mass`` and ``z = -<g, out>``. The gradient of a score is
 ``a (g_i.v_j + z_i) 2 y_ij / M``.
 
-The first launch holds queries and loops over keys, for dq. It also writes ``1 / mass`` and z of
-each query for the second launch, which holds keys and loops over queries, for dk and dv. Absent
-keys are read as 0, and queries past the last have ``1 / mass = z = 0``: neither adds anything. The
-factors a and 1 / M are applied at the end, in float32.
+Programs of the first launch hold queries and loop over keys, for dq. They also write ``1 / mass``
+and z of each query. Programs of the second launch hold keys and loop over queries, for dk and dv.
+Absent keys are read as 0, and queries past the last have ``1 / mass = z = 0``, so neither
+contributes. The factors a and 1 / M are applied at the end, in float32.
 
 Source: the passes follow Dao et al. 2022, "FlashAttention", algorithm 4; the gradients are ours.
 """
@@ -54,16 +54,16 @@ def _add_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the contribution of one block of keys to the gradient of a block of queries, in units of
-    2a / M.
+    """Return the gradient of a block of queries, divided by 2a / M, plus the contribution of one
+    block of keys.
     """
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED or MASKED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED or MASKED)  # [M, E]
-    # The weight w = a (y^2 + r) has the slope 2 a y, so this pass needs only y of the scores.
+    # The derivative of the weight a (y^2 + r) is 2 a y.
     b_y = shifted_scores(b_q, b_k, shift, PRECISION)
-    # g . v + z, with 1 / mass applied after the product: grad enters it unrounded.
+    # g . v + z, with 1 / mass applied after the product, so that grad enters it unrounded.
     b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
     b_dx = (b_dp * b_inverse[:, None] + b_z[:, None]) * b_y
     b_dq += tl.dot(b_dx.to(b_k.dtype), b_k, input_precision=PRECISION)
@@ -136,7 +136,7 @@ def _taylor_direct_queries_backward(
     tl.store(p_z + i_first + o_n, b_z, mask=m_n)
     b_grad = b_grad.to(b_q.dtype)
     b_dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # Whole blocks of keys need no bounds mask; a ragged last block follows.
+    # Whole blocks of keys, without a bounds mask; then the last, partial block.
     whole = keys - keys % BLOCK_M
     for start in range(0, whole, BLOCK_M):
         b_dq = _add_keys(
@@ -175,8 +175,8 @@ def _add_queries(
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the contribution of one block of queries to the gradients of a block of keys (units of 2a
-    / M) and values (units of a / M).
+    """Return the gradients of a block of keys (divided by 2a / M) and of its values (divided by
+    a / M), plus the contributions of one block of queries.
     """
     o_n = start + tl.arange(0, BLOCK_N)
     m_n = o_n < queries
@@ -184,14 +184,13 @@ def _add_queries(
     b_grad = read(p_grad, o_n, grad_token, tl.arange(0, BLOCK_E), m_n, E, RAGGED).to(
         b_v.dtype
     )  # [N, E]
-    # Past the last query both terms are 0, so that no code below needs a mask.
+    # Past the last query both are 0, so that the products below need no mask.
     if RAGGED:
         b_inverse = tl.load(p_inverse + o_n, mask=m_n, other=0)
         b_z = tl.load(p_z + o_n, mask=m_n, other=0)
     else:
         b_inverse, b_z = tl.load(p_inverse + o_n), tl.load(p_z + o_n)
-    # Scores are transposed, keys by queries: both products over queries take them directly as left
-    # operand.
+    # Scores are transposed, keys by queries: both products over queries take them as left operand.
     b_y = shifted_scores(b_k, b_q, shift, PRECISION)  # [M, N]
     b_p = (b_y * b_y + rest) * b_inverse[None, :]
     b_dv += tl.dot(b_p.to(b_v.dtype), b_grad, input_precision=PRECISION)
@@ -247,14 +246,14 @@ def _taylor_direct_keys_backward(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradients of one block of keys and values; a masked key is read as 0 and gets 0."""
+    """Write the gradients of one block of keys and values; masked keys are read as 0 and get 0."""
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_m = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
     p_present += i_batch.to(tl.int64) * keys
     m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
-    # Data of the keys and both sums stay in registers.
+    # Keys, values and both sums stay in registers.
     b_k = read(head(p_k, i_batch, i_head, k_batch, k_head), o_m, k_token, o_d, m_m, D)  # [M, D]
     b_v = read(head(p_v, i_batch, i_head, v_batch, v_head), o_m, v_token, o_e, m_m, E)  # [M, E]
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
@@ -263,7 +262,7 @@ def _taylor_direct_keys_backward(
     p_z += i_group.to(tl.int64) * queries
     b_dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    # Whole blocks of queries, then a ragged last block.
+    # Whole blocks of queries, then the last, partial block.
     whole = queries - queries % BLOCK_N
     for start in range(0, whole, BLOCK_N):
         b_dk, b_dv = _add_queries(
@@ -275,7 +274,7 @@ def _taylor_direct_keys_backward(
             b_dk, b_dv, b_k, b_v, p_q, p_grad, p_inverse, p_z, whole, queries, shift, rest,
             q_token, grad_token, D, E, BLOCK_D, BLOCK_E, BLOCK_N, True, PRECISION,
         )  # fmt: skip
-    # A key read as 0 still has scores of b/2a, and so gradients: set them to 0.
+    # A masked key was read as 0, which gives y = b/2a and gradients: set them to 0.
     if MASKED:
         m_m = (
             tl.load(p_present + o_m, mask=o_m < keys, other=0, volatile=True) != 0
@@ -303,10 +302,10 @@ def backward(
     """Return the gradients of q, k and v for ``grad [B, h, N, e]`` of the mean under all terms.
 
     Args:
-        out, mass: the mean, and the sum of all weights in units of M, float32 ``[B, h, N]``,
-            contiguous.
-        dq_dtype, dk_dtype: dtypes of the gradients of q and k, such as float32 if later steps add
-            to them before rounding. None: the dtypes of q and k.
+        out: ``[B, h, N, e]``, the mean.
+        mass: ``[B, h, N]``, the sum of all weights in units of M, float32, contiguous.
+        dq_dtype, dk_dtype: dtypes of the gradients of q and k; None: the dtypes of q and k. Float32
+            is for callers that change the gradients further.
 
     The other arguments are as for ``direct.forward``.
     """
@@ -319,7 +318,7 @@ def backward(
     present, masked = q if key_mask is None else key_mask.contiguous(), key_mask is not None
     shift, rest = completed_square(coefficients)
 
-    # Hold queries, loop over keys.
+    # First launch: dq.
     options = launch.options("taylor direct queries backward", q, v)
     blocks = launch.cdiv(queries, options["BLOCK_N"])
     launch.run(
@@ -332,7 +331,7 @@ def backward(
         MASKED=masked,
     )
 
-    # Hold keys, loop over queries.
+    # Second launch: dk and dv.
     options = launch.options("taylor direct keys backward", q, v)
     blocks = launch.cdiv(keys, options["BLOCK_M"])
     launch.run(

@@ -1,10 +1,11 @@
-"""The efficient form of TaylorShift, forward: a state of the keys, and its readout by each query.
+"""The efficient form of TaylorShift, forward: a state of the keys, and its product with the
+features of each query.
 
 ``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so
-sums over keys are computed once. phi2 keeps products of tiles of 16 columns
+sums over keys are computed once. phi2 has the products of tiles of 16 columns
 (``efficient_states.py``). The mass needs no features. Queries are not scaled to their length in
-advance: their factor multiplies the rows of each product with the state. Launches exist for d of 8
-to 64 and e of 8 to 128, in float32 for 8 to 32 of both, in multiples of 8.
+advance; their factor multiplies the rows of each product with the state. Widths are multiples of 8:
+d from 8 to 64 and e from 8 to 128, in float32 both from 8 to 32.
 
 Sums are in units of the number of keys M (see ``ops/gpu``).
 
@@ -50,9 +51,9 @@ class State(NamedTuple):
     of v, and moments, float32.
 
     Features are ``a sum_j k_j k_j^T v_j^T / M``, symmetric in the first two axes. Moments are
-    ``b K^T V / M``, ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in
-    one row (``efficient_states.py``). In float16 both are in units of the largest number of each
-    head.
+    ``b K^T V / M``, ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the fraction of keys present,
+    in one row (``efficient_states.py``). In float16 both are divided by the largest magnitude of
+    each head.
     """
 
     features: Tensor
@@ -68,14 +69,14 @@ def state_shapes(
 
 @triton.jit
 def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
-    """Return for each row, float32 ``[N]``, a power of two, the remaining factor to length 1, and
+    """Return a power of two and the remaining factor to length 1 for each row, float32 ``[N]``, and
     the length.
 
-    Float16 rows are multiplied by the power (``times_power``), with or without ``LENGTH``, so that
-    products of their elements stay in range. Other dtypes have 1 there. Without ``LENGTH`` the
-    second factor undoes the first.
+    Rows in float16 are multiplied by the power (``times_power``), so that products of their
+    elements stay in range; in other dtypes the power is 1. Without ``LENGTH`` the remaining factor
+    is the inverse of the power.
     """
-    # Without a length, and outside float16, the factors are ones and cost nothing.
+    # Factors of 1 cost nothing.
     b_one = tl.full([b_x.shape[0]], 1.0, tl.float32)
     b_power, b_factor, length = b_one, b_one, 1.0
     if LENGTH or b_x.dtype == tl.float16:
@@ -93,14 +94,13 @@ def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
 
 @triton.jit
 def times_moments(b_left, p, o_rows, row, o_columns, column, m, b_start, PRECISION: tl.constexpr):
-    """Return ``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and
-    ``column``.
+    """Return ``b_start`` plus the product of ``b_left`` and the float32 matrix at ``p`` with
+    strides ``row`` and ``column`` and mask ``m``.
 
     In half precision the matrix is split into two parts.
     """
     b_right = tl.load(p + o_rows[:, None] * row + o_columns[None, :] * column, mask=m, other=0)
-    # Moments are sums of many tokens: rounded to half precision, they would lose the contribution
-    # of a few tokens.
+    # Moments sum many tokens: in half precision they would lose the contribution of a few tokens.
     if b_left.dtype == tl.float32:
         return tl.dot(b_left, b_right, acc=b_start, input_precision=PRECISION)
     else:
@@ -144,7 +144,7 @@ def taylor_efficient_expand(
 ):
     """Multiply ``[phi2(x), x, 1]`` of one block of tokens by the state.
 
-    ``MASS`` writes the sums of weights too, and ``DIVIDED`` divides by them.
+    With ``MASS`` write the sums of weights too; with ``DIVIDED`` divide by them.
     """
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -165,7 +165,7 @@ def taylor_efficient_expand(
         b_mass = mass_of_rows(b_x, b_factor, p_moments + D * E + E, a, b, c, D, BLOCK_D, PRECISION)
         unit = unit_of(p_features, p_moments, D, E)
         tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass * unit, mask=m_n)
-    # A step takes BLOCK_F = 16 ROWS features: ROWS columns of tile i times the 16 of tile j.
+    # A step takes BLOCK_F features: ROWS columns of tile i times the 16 columns of tile j.
     ROWS: tl.constexpr = BLOCK_F // 16
     STEPS: tl.constexpr = TILES * (TILES + 1) // 2 * (16 // ROWS)
     o_i, o_j = tl.arange(0, ROWS), tl.arange(0, 16)
@@ -173,8 +173,8 @@ def taylor_efficient_expand(
     b_i = times_power(read(p_x, o_n, x_token, o_i, m_x, D), b_power)  # [N, ROWS]
     b_j = times_power(read(p_x, o_n, x_token, o_j, m_x, D), b_power)  # [N, 16]
     b_state = features_of(p_features, o_fi, o_fj, D, E, BLOCK_E)  # [F, E]
-    # The linear term comes first, divided by one of the two factors that multiply all sums at the
-    # end.
+    # Start with the linear term, divided by the factor once: at the end all sums are multiplied by
+    # the factor twice.
     m_xy, b_start = m_d[:, None] & m_e[None, :], tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_values = (
         times_moments(b_x, p_moments, o_d, E, o_e, 1, m_xy, b_start, PRECISION)
@@ -190,12 +190,12 @@ def taylor_efficient_expand(
         b_next_i = times_power(read(p_x, o_n, x_token, next_i_column + o_i, m_x, D), b_power)
         b_next_j = times_power(read(p_x, o_n, x_token, next_j_column + o_j, m_x, D), b_power)
         b_next = features_of(p_features, next_i_column + o_fi, next_j_column + o_fj, D, E, BLOCK_E)
-        # Pairs of unequal tiles count for their mirror image too.
+        # Pairs of unequal tiles count twice, for both orders.
         b_features = left_features(b_i * tl.where(i == j, 1.0, 2.0).to(b_i.dtype), b_j)
         b_values += tl.dot(b_features, b_state, input_precision=PRECISION)
         b_i, b_j, b_state = b_next_i, b_next_j, b_next
-    # Squares have the factor of a row twice and the linear term, divided by it before, once. The
-    # constant term, added now, has none.
+    # Apply the factor twice to the squares, and so once to the linear term. Then add the constant
+    # term, which has no factor.
     b_values *= (b_factor * b_factor)[:, None]
     b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
     if DIVIDED:
@@ -223,9 +223,8 @@ def features_of(p_features, o_i, o_j, D: tl.constexpr, E: tl.constexpr, BLOCK_E:
 
 @triton.jit
 def left_features(b_i, b_j):
-    """Multiply each column of ``b_i [N, I]`` by each of ``b_j [N, J]``, ``[N, I * J]``.
-
-    The result is laid out as a left operand. ``b_i [N]`` is a single column.
+    """Multiply each column of ``b_i [N, I]``, or the single column ``b_i [N]``, by each column of
+    ``b_j [N, J]``; return ``[N, I * J]``, a left operand.
     """
     if len(b_i.shape) == 1:
         return b_i[:, None] * b_j
@@ -238,17 +237,17 @@ def left_features(b_i, b_j):
 def mass_of_rows(
     b_x, b_factor, p_xx, a, b, c, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Return ``a y^T (K^T K) y + b y . sum k + c count`` of ``y = factor x``, ``b_x [N, D]``, in
-    float32.
+    """Return ``a y^T (K^T K) y + b y . sum k + c count`` for the rows ``y = factor x`` of
+    ``b_x [N, D]``, float32 ``[N]``.
 
-    ``p_xx`` points to the moments from ``K^T K`` on.
+    ``p_xx`` points to ``K^T K`` in the row of moments.
     """
     o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     m_xx = (o_d < D)[:, None] & (o_c < D)[None, :]
     b_start = tl.zeros([b_x.shape[0], BLOCK_D], tl.float32)
     b_score = times_moments(b_x, p_xx, o_d, D, o_c, 1, m_xx, b_start, PRECISION)
     b_x_sum = tl.load(p_xx + D * D + o_c, mask=o_c < D, other=0)
-    # a (K^T K) y + b sum k: its product with y is everything but the constant term.
+    # The product of y and a (K^T K) y + b sum k gives all but the constant term.
     b_weights = a * b_score * b_factor[:, None] + b * b_x_sum[None, :]
     return tl.sum(b_weights * b_x.to(tl.float32), 1) * b_factor + c * tl.load(p_xx + D * D + D)
 
@@ -263,8 +262,13 @@ def expand(
     coefficients: tuple[float, float, float],
     divide: bool,
 ) -> None:
-    """Write ``out [B, h, N, e]`` and, unless it is None, ``mass [B, h, N]`` of ``x [B, h, N, d]``;
-    rows outside the mask get 0.
+    """Write the product of the state and the features of ``x [B, h, N, d]`` to
+    ``out [B, h, N, e]`` and, unless it is None, the sums of weights to ``mass [B, h, N]``.
+
+    Args:
+        length: length to which x is scaled: float32 ``[h]`` or 1; 0: x is unchanged.
+        key_mask: bool ``[B, N]``; other rows of ``out`` are 0. None: all.
+        divide: whether to divide ``out`` by the mass.
     """
     batch, heads, tokens, d = x.shape
     options, x = launch.options("taylor efficient expand", x, out), launch.readable(x)
@@ -300,8 +304,8 @@ def state_of_keys(
         key_mask: bool ``[B, M]``, True takes part.
     """
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
-    # Factors of the features and of each moment: the mass takes a, b and c itself
-    # (``mass_of_rows``).
+    # Weights of the features and of each moment; ``mass_of_rows`` applies a, b and c to the
+    # moments of the mass.
     weights = a * scale, b * scale, c * scale, scale, scale, scale
     features, row = sums(k, v, int(normalised), None, key_mask, weights)
     return State(in_half_range(features, row) if v.dtype == torch.float16 else features, row)
@@ -315,10 +319,11 @@ def forward(
     *,
     divide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the state's output for ``q [B, h, N, d]``, scaled to length ``temperature [h]``.
+    """Return the output for ``q [B, h, N, d]`` from the state of the keys.
 
     Args:
-        temperature: float32; None: q is unchanged.
+        temperature: float32 ``[h]``, the length to which q is scaled; None: q is unchanged.
+        divide: whether to divide by the mass.
 
     Returns:
         out ``[B, h, N, e]`` and mass, float32 ``[B, h, N]``. With ``divide``, out is the mean in

@@ -1,12 +1,12 @@
 """The efficient form of TaylorShift, backward: the gradient of the state from the queries, then the
 gradients of keys and values.
 
-With ``g = dO / mass`` and ``z = -<g, O>`` per query, the gradient of the features' state is again a
-sum of features (``sums`` of q and g). The gradients of the moments are moments of q, g and z, and
-the gradient of v is an expansion of k (``expand``). Gradients of q and k through their features are
-``sum_c x_c (y . S_cr)`` with the symmetric S. Products of x with y are multiplied by S, so that the
-matrix unit contracts over both, and the kernel is an expansion too. The gradients of the unscaled q
-and k, and of the temperature, are computed in registers.
+With ``g = dO / mass`` and ``z = -<g, O>`` for each query, the gradient of the state is a state of
+the queries: its features are ``sums`` of q and g, its moments are moments of q, g and z. The
+gradient of v is the product of this state and the features of k (``expand``). The gradients of q
+and k through their features are ``sum_c x_c (y . S_cr)`` with the symmetric state S. The kernel
+multiplies the products of x and y by S, so that the matrix unit sums over the columns of both. The
+gradients of the normalization and of the temperature are computed in registers.
 
 Gradients of the state are divided by the number of keys, as the state is, and in float16 by the
 largest gradient of each head.
@@ -93,9 +93,9 @@ def taylor_efficient_gradient(
     """Write the gradient of one block of x through ``<y, [phi2(x), x, 1] state>``,
     ``x^T (X^T X) x`` and ``x . sum x``.
 
-    ``DIVIDED`` uses ``g = y / mass`` for y, weights the last two terms with ``z = -<g, out>`` (else
-    1), and writes z. Rows are scaled after the matrix products, whose operands are then read
-    unmodified.
+    With ``DIVIDED``, ``g = y / mass`` replaces y, the last two terms have the weight
+    ``z = -<g, out>`` instead of 1, and z is written. Rows are scaled after the matrix products, so
+    that operands enter them unmodified.
     """
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -114,10 +114,10 @@ def taylor_efficient_gradient(
     if b_y.dtype == tl.float16:  # keeps products with small gradients in range
         b_scale = power_above(1 / tl.maximum(tl.max(tl.abs(b_y), 1).to(tl.float32), 1e-30))
         b_y = times_power(b_y, b_scale)
-    # The weight of the gradient of the mass, and the final factor; absent rows get 0.
+    # The weight of the gradient through the mass, and the final factor; absent rows get 0.
     b_mass_weight = b_scale
     b_scale = tl.where(m_n, inverse_power(b_scale), 0)
-    # <y, out> uses the scaled y, and ``b_scale`` undoes the scale: z is stored unscaled.
+    # <y, out> uses the scaled y, so z is multiplied by ``b_scale``.
     if DIVIDED:
         p_out = head(p_out, i_batch, i_head, out_batch, out_head)
         b_out = read(p_out, o_n, out_token, o_e, m_n, E)  # [N, E]
@@ -126,21 +126,21 @@ def taylor_efficient_gradient(
         tl.store(
             p_z + i_group.to(tl.int64) * tokens + o_n, b_mass_weight * b_scale, mask=o_n < tokens
         )
-    # The gradients of the mass and of the linear term.
+    # The gradients through the mass and the linear term.
     b_x = read(p_x, o_n, x_token, o_d, m_n, D)  # [N, D]
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     p_xx = p_moments + D * E + E
     b_start = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_left, m_xx = times_power(b_x, b_power), m_c[:, None] & m_d[None, :]
-    # xx_weight (X^T X) x + x_weight sum x, where x has its length, times the weight of the mass.
+    # xx_weight (X^T X) x + x_weight sum x, with x scaled to its length, times the weight above.
     b_dx = (
         times_moments(b_left, p_xx, o_c, D, o_d, 1, m_xx, b_start, PRECISION)
         * (xx_weight * length * b_factor)[:, None]
     )
     b_dx += tl.load(p_xx + D * D + o_d, mask=m_d, other=0)[None, :] * x_weight
     b_dx *= b_mass_weight[:, None]
-    # Squares: products of x with y. One step takes as many columns of x as give BLOCK_F. All are
-    # multiplied by their factor at the end.
+    # Add the linear term, and divide by the factor of the squares, which is applied at the end. For
+    # the squares, a step takes COLUMNS columns of x, and so BLOCK_F products of x with y.
     b_dx = times_moments(
         b_y, p_moments, o_e, 1, o_d, E, m_e[:, None] & m_d[None, :], b_dx, PRECISION
     )
@@ -161,13 +161,13 @@ def taylor_efficient_gradient(
         b_next = state_of(p_next, following + o_fc, o_fe, o_d, D, E, BLOCK_D, BLOCK_E, BLOCK_F)
         b_dx += tl.dot(left_features(b_column, b_y), b_state, input_precision=PRECISION)
         if LENGTH == 0 and b_y.dtype != tl.float32:
-            # The rounding error of the products; with a length, less of it remains.
+            # Add the rounding errors of the products; with a length they matter less.
             b_low = left_features(b_column.to(tl.float32), b_y.to(tl.float32))
             b_low -= left_features(b_column, b_y).to(tl.float32)
             b_dx += tl.dot(b_low.to(b_y.dtype), b_state)
         b_column, b_state = b_next_column, b_next
-    # Reload rows and factors, and address from the first row of the block: the loop then keeps
-    # registers for neither.
+    # Read rows and factors again, relative to the first row of the block, so that the loop needs no
+    # registers for them.
     i_first, o_r = (i_block * BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_N)
     m_dx = o_r < tokens - i_block * BLOCK_N
     m_r = present_rows(p_present + i_first, o_r, m_dx, MASKED)
@@ -189,10 +189,10 @@ def taylor_efficient_gradient(
 
 @triton.jit
 def columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Read columns ``o_x`` of x, in float16 times a power for each row, ``[N, COLUMNS]``; 0 beyond
-    the width.
+    """Read columns ``o_x`` of x, ``[N, COLUMNS]`` or for a single column ``[N]``; 0 beyond the
+    width.
 
-    A single column is returned as ``[N]``.
+    In float16, rows are multiplied by ``b_power``.
     """
     if COLUMNS == 1:
         p_x += o_n.to(tl.int64) * (x_token * 8) + tl.max(o_x, 0)
@@ -235,8 +235,8 @@ def _gradient_of(
     weights: tuple[float, float],
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside
-    ``key_mask [B, N]`` get 0.
+    """Return the gradient of ``x [B, h, N, d]`` for the upstream gradient ``y [B, h, N, e]``; rows
+    outside ``key_mask [B, N]`` get 0.
 
     Args:
         length: length to which x is scaled: float32 ``[h]`` or 1; 0: x is unchanged.
@@ -245,11 +245,12 @@ def _gradient_of(
         dtype: dtype of the gradient; None: the dtype of x.
 
     Returns:
-        the gradient; ``z [B, h, N]`` if divided; the gradient of the length, ``[h]``, if given.
+        the gradient; ``z [B, h, N]`` (empty without ``divided``); the gradient of the length,
+        ``[h]`` (empty unless ``length`` is a tensor).
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
     options, kind = launch.options("taylor efficient gradient", x, y), length_kind(length)
-    if kind == 0 and x.dtype != torch.float32:  # the second product of low parts takes registers
+    if kind == 0 and x.dtype != torch.float32:  # the product of rounding errors takes registers
         smaller = dict(BLOCK_N=min(64, options["BLOCK_N"])) if e > 64 else dict(BLOCK_F=64)
         options = options | smaller
     x, y = launch.readable(x), launch.readable(y)
@@ -274,8 +275,8 @@ def _gradient_of(
 
 
 def _largest(grad: Tensor, mass: Tensor) -> Tensor:
-    """Return the largest ``|grad| / mass`` of each head, float32 ``[B, h]``: divided by it,
-    gradients fit float16.
+    """Return the largest ``|grad| / mass`` of each head, float32 ``[B, h]``, by which gradients are
+    divided to fit float16.
     """
     shares = torch.where(mass == 0, 0, grad.abs().amax(3).float() / mass)
     return torch.nn.functional.pad(shares, (0, 1), value=1e-30).amax(2)
@@ -294,32 +295,31 @@ def backward(
     coefficients: tuple[float, float, float],
     dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and the temperature for ``grad [B, h, N, e]`` of the mean
-    under weights with sum ``mass``.
+    """Return the gradients of q, k, v and the temperature for ``grad [B, h, N, e]`` of the mean.
 
     Args:
-        out, mass: the mean ``[B, h, N, e]``, and float32 ``[B, h, N]`` in units of the number of
-            keys; both may include other terms.
+        out, mass: the mean ``[B, h, N, e]`` and the mass ``[B, h, N]``, float32 in units of M; both
+            may include other terms.
         temperature: float32 ``[h]``; None: q and k are unchanged.
+        state: the state of the keys.
         dq_dtype: dtype of the gradient of q; None: the dtype of q.
     """
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
     length, one = (0, 0) if temperature is None else (temperature, 1)
     divided = out, mass
-    # Queries first: their pass writes z, the weights for the moments of the state's gradient.
+    # Queries first: this launch writes z, which weights the moments of the state's gradient.
     dq, z, d_temperature = _gradient_of(q, length, grad, divided, None, state, (2 * a, b), dq_dtype)
     half = q.dtype == torch.float16
     if half:
         unit = _largest(grad, mass)
         mass, z = mass * unit[..., None], z / unit[..., None]
-    # The gradient of the state is a state of queries: the same sums, weighted by the chain rule.
+    # The gradient of the state is a state of the queries, weighted by the chain rule.
     weights = a * scale, b * scale, c * scale, a * scale, b * scale, 0.0
     d_features, d_moments = sums(q, grad, length, Divided(mass, z), None, weights)
     if half:
         d_features = in_half_range(d_features, d_moments, unit)
     d_state = State(d_features, d_moments)
-    # Keys and values read that gradient as queries read the state; their length is 1, not the
-    # temperature.
+    # dk and dv from the gradient of the state; keys have length 1, not the temperature.
     dk, _, _ = _gradient_of(k, one, v, None, key_mask, d_state, (2.0, 1.0))
     dv = launch.tokens_first(v, *v.shape)
     expand(k, one, d_state, key_mask, dv, None, coefficients, False)

@@ -1,21 +1,22 @@
 """Sums over tokens for the efficient form of TaylorShift: products of features with values, and
 moments.
 
-Columns are cut into tiles of 16. Pair ``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the 256
-features ``x_i x_j^T``. One launch sums them over segments of the tokens, with the moments as one
-extra share of the work; a second launch adds the segments. The same kernels sum over keys
-(``x = k, y = v``) and, in the backward pass, over queries (``x = q, y = grad / mass``).
+Columns of x are cut into tiles of 16. Pair ``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the
+256 features ``x_i x_j^T``. One launch sums products of features and y over segments of the tokens:
+each program takes some pairs, or the moments. A second launch adds the segments. The same kernels
+sum over keys (``x = k, y = v``) and, in the backward pass, over queries
+(``x = q, y = grad / mass``).
 
-No pass scales x to its length first: ``phi2(s x) = s^2 phi2(x)``, so the squared factor of a token
-multiplies its y. In float16 the tiles are multiplied by the power of two next to the factor, which
-is exact and keeps their products in range.
+x is not scaled to its length in advance: since ``phi2(s x) = s^2 phi2(x)``, the squared factor of a
+token multiplies its y. In float16 the tiles are also multiplied by the power of two next to the
+factor, which is exact and keeps their products in range.
 
 The moments of one head are one row of float32:
 
-    X^T Y [d, e] | sum y [e] | X^T diag(w) X [d, d] | sum w x [d] | 8 places
+    X^T Y [d, e] | sum y [e] | X^T diag(w) X [d, d] | sum w x [d] | 8 elements
 
-The 8 places, an octet for alignment, all hold the number of tokens present. In float16 the second
-place holds the unit of the head.
+The 8 elements, an octet for alignment, hold the number of tokens present; in float16 the second of
+them holds the unit of the head.
 
 Source: Nauen et al. 2024, "Efficient TaylorShift"; tiles and mass without features are ours.
 """
@@ -64,8 +65,9 @@ def num_moments(d: int, e: int) -> int:
 
 @dataclass(frozen=True)
 class Divided:
-    """Divisors and weights of the tokens, float32 ``[B, h, N]``: y is divided by ``mass`` (0 gives
-    0), x is multiplied by ``weights``.
+    """Divisors and weights of the tokens, float32 ``[B, h, N]``.
+
+    y is divided by ``mass`` (0 gives 0); ``weights`` are w in the moments.
     """
 
     mass: Tensor
@@ -74,29 +76,29 @@ class Divided:
 
 @triton.jit
 def tiles_of_pair(pair):
-    """Return i and j of a pair of at most four tiles: i grows at pairs 1, 3 and 6 of the ten."""
+    """Return i and j of pair ``p``, for at most four tiles: i grows at pairs 1, 3 and 6 of ten."""
     i = (pair + 9) // 10 + (pair + 5) // 8 + pair // 6
     return i, pair - i * (i + 1) // 2
 
 
 @triton.jit
 def power_above(b):
-    """Return the smallest power of two above each ``b >= 0``, float32: its exponent plus one."""
+    """Return the smallest power of two above each ``b >= 0``, float32, by adding 1 to the
+    exponent.
+    """
     bits = b.to(tl.int32, bitcast=True) & 0x7F800000
     return (bits + 0x00800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def inverse_power(b_power):
-    """Return ``1 / power`` of powers of two, exactly: 254 minus the exponent's bits."""
+    """Return ``1 / power`` of powers of two, exactly: the biased exponent becomes 254 minus it."""
     return (0x7F000000 - b_power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def times_power(b_x, b_power):
-    """Multiply rows of float16 by powers of two, exactly; other dtypes, with the range of float32,
-    are unchanged.
-    """
+    """Multiply rows of float16 by powers of two, exactly; return other dtypes unchanged."""
     if b_x.dtype == tl.float16:
         return (b_x.to(tl.float32) * b_power[:, None]).to(tl.float16)
     else:
@@ -105,12 +107,12 @@ def times_power(b_x, b_power):
 
 @triton.jit
 def _factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
-    """Return two factors for each row, float32 ``[N]``: a power of two for float16, and the
-    remaining factor to its length.
+    """Return two factors for each row, float32 ``[N]``, which together scale it to its length: a
+    power of two, applied only in float16, and the remaining factor.
     """
     b_factor = inverse_length(b_x)
     b_power = power_above(b_factor)
-    # Power times factor scales a row to length 1: only the factor rounds.
+    # Only the remaining factor rounds.
     if b_x.dtype == tl.float16:
         b_factor *= inverse_power(b_power)
     if LENGTH == 2:
@@ -145,7 +147,7 @@ def _sum_features(
 ):
     """Sum features of ``PAIRS`` pairs of tiles, times y, over the tokens of one segment."""
     o_d, o_e, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, 16)
-    # Tuples, because the number of pairs is known at compile time: one sum and two tiles per pair.
+    # Tuples with one sum and two tiles per pair; the number of pairs is a compile-time constant.
     b_sums, b_tiles = (), ()
     for _ in tl.static_range(PAIRS):
         b_sums = b_sums + (tl.zeros([256, BLOCK_E], tl.float32),)
@@ -177,7 +179,7 @@ def _sum_features(
             b_next_sums = b_next_sums + (
                 b_sums[p] + tl.dot(b_features, b_y, input_precision=PRECISION),
             )
-        # The squared length factor of each token, missing in the features, goes into y.
+        # Multiply y by the squared factor, which the features lack.
         if LENGTH:
             b_power, b_factor = _factors(b_x, p_length, i_head, LENGTH)
             b_factor *= b_factor
@@ -191,7 +193,7 @@ def _sum_features(
             if DIVIDED:
                 b_next_y = (b_next_y.to(tl.float32) * b_inverse[:, None]).to(b_y.dtype)
         b_y, b_tiles, b_sums = b_next_y, b_next_tiles, b_next_sums
-    # Whole pairs of 256 rows are written; columns beyond D are dropped when parts are added.
+    # Write all 256 rows of each pair; the second launch drops columns beyond D.
     o_f = tl.arange(0, 256)
     for p in tl.static_range(PAIRS):
         p_pair = p_part + (i_share * PAIRS + p) * (256 * E)
@@ -224,7 +226,7 @@ def _sum_moments(
 ):
     """Sum the moments over the tokens of one segment.
 
-    Operands scaled here are split in two parts, so that they keep 16 bits in half precision.
+    In half precision, scaled operands are split into two parts, which keep 16 bits or more.
     """
     o_d, o_e, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     m_d, m_e, m_c = o_d < D, o_e < E, o_c < D
@@ -232,8 +234,7 @@ def _sum_moments(
     b_xy, b_xx = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
     b_low_xy = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
     b_low_xx = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
-    # Sums over tokens are kept per token of the block: one reduction across threads at the end is
-    # enough.
+    # Plain sums stay separate for each token of the block; one reduction follows at the end.
     b_y_sums = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_x_sums = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_count = tl.zeros([BLOCK_N], tl.float32)
@@ -247,9 +248,8 @@ def _sum_moments(
         if DIVIDED:
             b_right *= inverse_mass(p_mass, o_n, m_n)[:, None]
         b_y_sums += b_right
-        # x takes only the exact power of two; the factor, which rounds, goes to the right operand,
-        # which keeps more bits. The sum of y takes no factor, the sum of x and X^T Y one, X^T X
-        # two.
+        # Only the exact power of two multiplies x. The remaining factor multiplies the right
+        # operand, which keeps more bits: once for X^T Y and the sum of x, twice for X^T X.
         if LENGTH:
             b_power, b_factor = _factors(b_x, p_length, i_head, LENGTH)
             b_x = times_power(b_x, b_power)
@@ -262,7 +262,7 @@ def _sum_moments(
             b_weighted *= b_factor[:, None]
         # Both products share their left operand.
         b_left = tl.trans(b_x)
-        # High and low parts are summed separately if registers hold both sums.
+        # Sum high and low parts separately if registers hold both sums.
         if HALF and (LENGTH or DIVIDED):
             b_high, b_low = parts(b_right, b_x.dtype)
             b_high_x, b_low_x = parts(b_weighted, b_x.dtype)
@@ -277,7 +277,7 @@ def _sum_moments(
             b_xy += tl.dot(b_left, b_right.to(b_x.dtype), input_precision=PRECISION)
             b_xx += tl.dot(b_left, b_weighted.to(b_x.dtype), input_precision=PRECISION)
         b_count += m_n.to(tl.float32)
-    # Store the row of moments in the order of the module docstring.
+    # Store the row of moments in the order that the module docstring gives.
     tl.store(
         p_part + o_d[:, None] * E + o_e[None, :], b_xy + b_low_xy, mask=m_d[:, None] & m_e[None, :]
     )
@@ -325,10 +325,10 @@ def taylor_efficient_sums(
     """Compute one share of the sums over one segment of one head: ``PAIRS`` pairs of tiles or, in
     the last share, the moments.
 
-    ``DIVIDED`` uses ``y / mass`` for y, and weights x in the moments of x only. ``LENGTH`` scales x
-    to a length.
+    With ``DIVIDED``, y is divided by the mass, and the moments of x have weights. With ``LENGTH``,
+    x is scaled to a length.
     """
-    # Shares of the same tokens are consecutive, so that they read them from cache.
+    # Programs of the same tokens are consecutive, so that they read the tokens from cache.
     i_share, i_rest = tl.program_id(0) % (SHARES + 1), tl.program_id(0) // (SHARES + 1)
     i_segment, i_group = i_rest % segments, i_rest // segments
     i_batch, i_head = i_group // heads, i_group % heads
@@ -343,8 +343,7 @@ def taylor_efficient_sums(
     )
     first = i_segment * segment_tokens
     last = tl.minimum(tokens, first + segment_tokens)
-    # The moments are an extra share of the same tokens, so that no other launch reads the tokens
-    # again.
+    # The moments are an extra share, so that no other launch reads the tokens again.
     if i_share < SHARES:
         _sum_features(
             p_x, p_y, p_mass, p_length, p_present, p_part, i_head, i_share, first, last, x_token,
@@ -376,11 +375,11 @@ def taylor_efficient_state(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the sums of all segments and multiply them by their weights, for one block of the numbers
-    of one head.
+    """Add the sums of all segments and multiply them by their weights, for one block of the sums of
+    one head.
 
-    Features of a pair of tiles ``i > j`` are written for ``x_j x_i^T`` too: ``[D, D, E]`` is
-    complete and symmetric.
+    Sums of a pair of tiles ``i > j`` are written for ``x_j x_i^T`` too, so the result ``[D, D, E]``
+    is complete and symmetric.
     """
     i_group = tl.program_id(0) // blocks
     SIZE: tl.constexpr = PAIRS * 256 * E
@@ -388,7 +387,7 @@ def taylor_efficient_state(
     o = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     p_parts += i_group.to(tl.int64) * (SIZE + ROW) + o
     b_sum = sum_of_parts(p_parts, groups.to(tl.int64) * (SIZE + ROW), segments, o < SIZE + ROW, 8)
-    # Features: i and j of the pair, the multiplied columns, and the column of y.
+    # Features: the two columns of x and the column of y of each sum.
     o_f, o_e = o // E, o % E
     i, j = tiles_of_pair(o_f // 256)
     o_i, o_j = 16 * i + o_f // 16 % 16, 16 * j + o_f % 16
@@ -421,7 +420,7 @@ def sums(
     Args:
         length: length to which x is scaled: float32 ``[h]`` or 1; 0: x is unchanged.
         divided: divisors of y and weights of x; None: y is unchanged and w = 1.
-        key_mask: bool ``[B, N]``, the tokens that count.
+        key_mask: bool ``[B, N]``, True takes part.
         weights: factors of the features and of the moments ``X^T Y``, ``sum y``, ``X^T diag(w) X``,
             ``sum w x`` and the count.
 
@@ -434,8 +433,8 @@ def sums(
     options = launch.options("taylor efficient sums", x, y)
     shares = pairs // options["PAIRS"]
     assert shares * options["PAIRS"] == pairs, "programs share the pairs evenly"
-    # A partial sum takes as much memory as some hundreds of its tokens, so segments are longer than
-    # elsewhere.
+    # A partial sum takes as much memory as some hundreds of tokens, so segments are longer than in
+    # other kernels.
     resident = launch.resident_programs("taylor efficient sums", d, e, x.dtype, x.device)
     segments = launch.segments(tokens, (shares + 1) * groups, 4 * options["BLOCK_N"], resident)
     size = pairs * PAIR * e + num_moments(d, e)
@@ -474,7 +473,7 @@ def sums(
 
 
 def length_kind(length: Tensor | int) -> int:
-    """Return the kernel option ``LENGTH`` for a length: a tensor ``[h]``, or 1 or 0."""
+    """Return the kernel option ``LENGTH`` for a length: a tensor ``[h]``, 1, or 0."""
     return OF_GIVEN_LENGTH if isinstance(length, Tensor) else length
 
 
@@ -484,13 +483,13 @@ def length_pointer(x: Tensor, length: Tensor | int) -> Tensor:
 
 
 def in_half_range(features: Tensor, moments: Tensor, unit: Tensor | None = None) -> Tensor:
-    """Return the features in float16, in units of the largest number of each head; convert the
-    moments to the same units in place.
+    """Return the features in float16, divided by the largest magnitude of each head; divide the
+    moments by the same unit in place.
 
-    This keeps small sums above float16's minimum of 6e-8. The unit, times ``unit [B, h]``, is
+    This keeps small sums above the minimum of float16, 6e-8. The unit, times ``unit [B, h]``, is
     stored in the row of moments.
     """
-    # One unit for features and moments cancels in a mean, their quotient.
+    # A common unit of features and moments cancels in the mean, their quotient.
     own = (
         moments[..., : -launch.OCTET]
         .abs()

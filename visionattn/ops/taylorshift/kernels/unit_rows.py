@@ -1,11 +1,12 @@
-"""Kernels that scale queries and keys to a given length, the prologue of TaylorShift, and their
-launches.
+"""Kernels that scale queries and keys to a given length, the first step of direct TaylorShift, and
+their launches.
 
 ``y = length_h x / max(|x|, 1e-6)`` is finite at the zero vector, as are its gradients. Norms are
-computed in float32. Each program reads and writes one block of tokens of one head once. Programs of
-the same tokens are consecutive over the heads, as the heads are in memory.
+computed in float32. Each program processes one block of tokens of one head. Programs of the same
+tokens are consecutive over the heads, because the heads of a token are adjacent in memory.
 
-Source: Nauen et al. 2024, "Normalization"; the guard is the same as in ``features.unit``.
+Source: Nauen et al. 2024, "Normalization"; the limit 1e-6 is as in ``unit`` of
+``taylorshift_features.py``.
 """
 
 import torch
@@ -19,9 +20,7 @@ from visionattn.ops.gpu.triton_helpers import head, inverse_length, kernel, read
 
 @triton.jit
 def _place(heads, blocks):
-    """Return image, block of tokens and head of this program; consecutive programs have consecutive
-    heads.
-    """
+    """Return the image, the block of tokens and the head of this program."""
     i_program = tl.program_id(0)
     return i_program // (heads * blocks), i_program // heads % blocks, i_program % heads
 
@@ -92,18 +91,18 @@ def _unit_backward(
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     b_x = read(p_x, o_n, x_token, o_d, m_n, D).to(tl.float32)  # [N, D]
     b_grad = read(p_grad, o_n, grad_token, o_d, m_n, D).to(tl.float32)  # [N, D]
-    # Recompute the factor of the forward pass: x is read here anyway, so it was not saved.
+    # Recompute the factor of the forward pass, which is not saved.
     b_inverse = inverse_length(b_x)
     b_unit = b_x * b_inverse[:, None]
-    # The component of the gradient along x. With a length, its sum over tokens is the gradient of
-    # the length; each program writes its part, and the parts are summed after the launch.
+    # The component of the gradient along x. Its sum over tokens is the gradient of the length; each
+    # program writes one part of it, and torch adds the parts.
     b_along = tl.sum(b_grad * b_unit, 1)
     b_scale = b_inverse
     if LENGTH:
         b_scale *= tl.load(p_length + i_head).to(tl.float32)
         tl.store(p_parts + tl.program_id(0), tl.sum(b_along, 0))
-    # A vector of given length can only rotate, so the component along it is subtracted. A vector
-    # shorter than the guard was multiplied by a constant: it keeps its whole gradient.
+    # The length of the result is fixed, so subtract the component along x. A vector shorter than
+    # 1e-6 is multiplied by a constant: its gradient stays whole.
     b_across = b_grad - b_unit * tl.where(b_inverse < 0.9999e6, b_along, 0)[:, None]
     write(p_dx, o_n, dx_token, o_d, b_across * b_scale[:, None], m_n, D)
 
@@ -147,7 +146,7 @@ def unit_backward(
     dx = launch.tokens_first(x, batch, heads, tokens, d, dtype)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
     x, grad = launch.readable(x), launch.readable(grad)
-    # One number per block of tokens and head; none without a length.
+    # One number per head and block of tokens; none without a length.
     parts = x.new_empty(0 if length is None else batch * blocks, heads, dtype=torch.float32)
     launch.run(
         _unit_backward,
