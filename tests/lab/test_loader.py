@@ -150,7 +150,7 @@ BAD_FLAGS = {
     "folder+root=nowhere": "nowhere",
     "digits+augment=three": "augment three is not available for digits",
     "digits+workers=3": "digits+workers=3: workers is set by --workers",
-    "digits+light": "expected options like augment=none, of task, root, labels",
+    "digits+light": "expected an option such as augment=none, one of task, root, labels",
     "canvas --img-size 64 40": "canvas of 40 pixels is too small",
     "digits --workers -1": "workers must be at least 0, got -1",
 }

@@ -53,9 +53,9 @@ def test_images_that_are_not_there_are_left_out_with_the_reason(tmp_path):
     other = write_run(tmp_path / "other", always=1, spec=spec)
     young = write_run(tmp_path / "young")
     page = page_of(away, other, young, output=tmp_path / "page.html")
-    assert re.search(r"away : no images, since .*nowhere does not exist", page.text)
-    assert "other : no images, since the checkpoint does not fit the data" in page.text
-    assert "young : no images, since there is no best.safetensors" in page.text
+    assert re.search(r"away : no images \(.*nowhere does not exist", page.text)
+    assert "other : no images (the checkpoint does not fit the data" in page.text
+    assert "young : no images (there is no best.safetensors" in page.text
     assert "img" not in page.tags
 
 
