@@ -175,7 +175,7 @@ class CaseOptions(BenchmarkOptions):
     rounds: int = 5
     """Minimum rounds of the interleaved run."""
     seconds: float = 1.0
-    """Measurement time of each case in seconds, if more than ``rounds`` rounds fit into it."""
+    """Measurement time of each case in seconds. More than ``rounds`` rounds run if they fit."""
     no_memory: bool = False
     """Skip peak memory, which takes a process of some seconds for each case."""
     device: str = "cpu"
@@ -225,7 +225,7 @@ class CaseOptions(BenchmarkOptions):
             self.baseline_of(cases)
             for case in cases:
                 check_sizes(case)
-                # An operation that is not implemented is no wrong option: its row will say so.
+                # If an operation is not implemented, its row will say so.
                 with contextlib.suppress(NotImplementedError), torch.no_grad():
                     build(case, "meta").forward()
         return groups

@@ -58,7 +58,7 @@ class MeasurementPlan:
     """Minimum rounds of the interleaved run."""
     max_rounds: int = 30
     seconds: float = 1.0
-    """Time for each case, if more than ``rounds`` rounds fit into it."""
+    """Time for each case. More than ``rounds`` rounds run if they fit."""
     memory: bool = True
     counts: bool = True
     """Count operations and, for cases with a backward pass, bytes kept for it."""

@@ -1,5 +1,5 @@
 """Build and check whole models for comparisons: models of this package, timm's models, and models
-whose attention is replaced by the identity. The latter show how fast a model can be at most.
+whose attention is replaced by the identity. The latter are the upper limit of speed.
 """
 
 import copy
@@ -202,8 +202,9 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
     return the error as text, or None.
 
     The definition is the same model with the operations of ``visionattn.ops.reference``, or timm's
-    model with eager attention. The identity stays. The check compares results and, if the case has
-    a backward pass, the gradient of the image. Forms are checked as in ``check_operation``.
+    model with eager attention. The identity is its own definition. The check compares results and,
+    if the case has a backward pass, the gradient of the image. Forms are checked as in
+    ``check_operation``.
     """
     case = replace(case, batch=1)
     model = build_model(case, device)

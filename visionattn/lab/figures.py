@@ -25,7 +25,7 @@ SERIES_KEYS = ("model", "precision", "form", "checkpointing", "batch", "depth")
 
 
 def number(value: Any) -> float | None:
-    """Convert a number or a text to float; None for other values, NaN, and sizes above ``MOST``."""
+    """Convert a number or text to float; None for NaN, other values, and values beyond ``MOST``."""
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -277,9 +277,8 @@ def size_chart(
             )
         name = ", ".join([names(values[0]), *map(str, values[1:])])
         own = chosen(rows, ("case", *differ), values)
-        line = over(
-            own, "size", lambda row: value(row) or None, name, look
-        )  # 0: below the resolution
+        # 0 is below the resolution of the measurement.
+        line = over(own, "size", lambda row: value(row) or None, name, look)
         if axis["log_x"]:
             name += power("N" if rows[0].get("width") else "px", slope_of(line.x, line.y))
         series.append(replace(line, name=name))

@@ -153,7 +153,7 @@ def interleaved_seconds(
         warm_seconds: the result of ``warm_up`` for each.
         rounds: minimum rounds.
         max_rounds: maximum rounds.
-        seconds_per_work: time for each callable, if more than ``rounds`` rounds fit into it.
+        seconds_per_work: time for each callable. More than ``rounds`` rounds run if they fit.
         sample_seconds: minimum length of a sample.
         device: where they run; a GPU is timed by events.
         clock: returns seconds, for other devices.

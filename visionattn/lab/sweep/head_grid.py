@@ -176,9 +176,9 @@ def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfi
     """Return the base model with the network's head count, form and attention.
 
     Networks differ only in head count, form and attention. For another attention, start from the
-    plain ``scaleformer_vit_*`` name of the same size. The registered options of the base name
-    (absolute position, no relative position, pooling) become arguments, because a name's options
-    cannot be removed, and a temperature has no effect outside of TaylorShift.
+    plain ``scaleformer_vit_*`` name of the same size. The options that are registered with
+    the base name (absolute position, no relative position, pooling) become arguments. Arguments
+    without effect on the other attention, such as a temperature, are left out.
 
     Args:
         base: the model of the training.
