@@ -94,7 +94,7 @@ def test_masks_are_the_known_ones_and_what_the_weights_give(masked, tmp_path):
     page = page_of(masked, output=tmp_path / "page.html")
     legend = [name for _, name in gallery.legend]
     assert legend == [*CLASSES, "does not count"] and set(legend) <= set(page.texts)
-    assert page.tags.count("img") == 12 and "given, " in page.text
+    assert page.tags.count("img") == 12 and "predicted, " in page.text
     assert "Validation mean IoU" in page.text and "test accuracy" not in page.text
 
 
