@@ -88,7 +88,7 @@ BAD_FLAGS = {
     "models vit_tiny_patch16_224+heads=5": "cannot be built as a vision transformer: dim should",
     "models resnet18": "resnet18 cannot be built as a vision transformer: ",
     "models swin_tiny_patch4_window7_224": "expected a plain vision transformer of timm or visiona",
-    "models vit_tiny_r_s16_p8_224": "expected a plain vision transformer of timm or visionattn, got",
+    "models vit_tiny_r_s16_p8_224": "expected a plain vision transformer of timm or visionattn",
     "models scaleformer_vit_t --img-size 65": "is not a whole number of 16-pixel patches",
     "operations sdpa --baseline eager": "baseline eager: expected one of the cases: sdpa",
     "operations sdpa --tokens 0": "tokens must be at least 1, got 0",

@@ -292,7 +292,9 @@ def test_the_rows_of_a_sweep_become_means_over_seeds(tmp_path):
     assert second[6] == "81 (1 of 2)" and second[11:13] == ["out of memory"] * 2
     assert second[-2:] == ["finished, not finite", "the loss was not finite"]
     assert [row[1:4] for row in rest] == [["efficient", "32", heads] for heads in "48"]
-    assert {"Accuracy", "Throughput of inference", "Peak memory of training step"} <= set(page.texts)
+    assert {"Accuracy", "Throughput of inference", "Peak memory of training step"} <= set(
+        page.texts
+    )
     assert {"Head counts: heads", "Images of 32 px"} <= set(page.texts)
     write_run(tmp_path / "heads" / "runs" / "one", epochs=0)
     page = page_of(tmp_path / "heads", output=tmp_path / "page.html")
