@@ -130,7 +130,7 @@ def test_rows_of_a_sweep_become_means_over_seeds():
     assert accuracy.name == "taylorshift efficient" and accuracy.x == [4, 8]
     assert accuracy.y == pytest.approx([83, 83])
     assert accuracy.spread == pytest.approx([2.828] * 2, abs=1e-3)
-    direct, efficient = charts["Speed of training step"].series
+    direct, efficient = charts["Throughput of training step"].series
     assert (direct.y, direct.failed) == ([100], {8: "out of memory"}) and efficient.y == [250, 250]
     assert direct.look.shape != efficient.look.shape
     assert len(charts) == 6 and not heads_of(rows, 64)[1].series

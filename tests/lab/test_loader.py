@@ -150,7 +150,7 @@ BAD_FLAGS = {
     "folder+root=nowhere": "nowhere",
     "digits+augment=three": "augment three is not available for digits",
     "digits+workers=3": "digits+workers=3: workers is set by --workers",
-    "digits+light": "expected options like augment=none, of task, root, labels",
+    "digits+light": "expected an option such as augment=none, one of task, root, labels",
     "canvas --img-size 64 40": "canvas of 40 pixels is too small",
     "digits --workers -1": "workers must be at least 0, got -1",
 }
@@ -173,7 +173,7 @@ def test_the_printed_rows_are_written(main, tmp_path, capsys):
     flags = words("--img-size 64 --workers 0 --batch 2 --csv {}", file)
     assert main(["loader", data, *flags, *QUICK]) == 0
     lines, rows = capsys.readouterr().out.splitlines(), read_csv(file)
-    assert "first batch of each are not counted" in lines[2] and len(lines[6:]) == len(rows) == 1
+    assert "first batch of each do not count" in lines[2] and len(lines[6:]) == len(rows) == 1
     assert {(row["data"], row["img_size"], row["workers"]) for row in rows} == {(data, "64", "0")}
     assert float(rows[0]["ratio_median"]) > 0
     assert rows[0]["command"].startswith("visionattn benchmark loader folder+root")

@@ -74,7 +74,7 @@ def test_the_page_of_runs_says_what_their_files_say(tmp_path):
         assert all(part in cells[0] for part in parts)
         assert cells[2] == "50.00 %"  # from the lines: no test, the first epoch
     titles = {"Training loss", "Validation loss", "Validation accuracy", "Learning rate"}
-    assert titles | {"Speed of training", "Waiting for data"} <= set(page.texts)
+    assert titles | {"Throughput of training", "Waiting for data"} <= set(page.texts)
     assert page.rows[-5][1:5] == ["a machine", "2.99", "0.1.0", "c0ffee"]
     alone = page_of(run, output=tmp_path / "page.html")
     assert alone.row("optim.warmup_epochs") == ["0.5", "1.0"] and "optim.lr" not in alone.text
@@ -111,7 +111,7 @@ def test_what_is_damaged_or_absurd_is_named_and_the_rest_is_shown(tmp_path):
     assert "there is no metrics.jsonl" in page.text and page.row("test")[0] == "finished"
     assert "1 of 19 lines of metrics.jsonl cannot be read" in page.text
     assert "62.50 %" in page.row("odd") and page.tags.count("figure") == 6
-    assert "no images, since there is no best.safetensors" in page.text
+    assert "no images (there is no best.safetensors" in page.text
 
 
 def test_a_curve_has_the_source_with_the_most_values(tmp_path):
@@ -122,7 +122,7 @@ def test_a_curve_has_the_source_with_the_most_values(tmp_path):
     steps, epochs = charts["Training loss"].series
     assert (len(steps.y), steps.x[:4]) == (12, [0.25, 0.5, 0.75, 1.0])
     assert (epochs.x, epochs.y) == ([1, 2, 3], [1.0] * 3)
-    assert charts["Speed of training"].series[1].y == [912.0]
+    assert charts["Throughput of training"].series[1].y == [912.0]
     assert charts["Validation accuracy"].series[0].y == [50.0, 62.5, 62.5]
     write_lines(short, lines_of(long)[:1])
     (chart, *_) = curves_of([read_run(short, "short")])
@@ -204,7 +204,7 @@ def test_each_class_has_its_row_in_a_matrix_its_accuracy_and_its_mistakes(tmp_pa
         ["ape", "7", "71.43 %", "83.33 %", "bear (2)"],
         ["bear", "3", "100.00 %", "60.00 %", ""],
     ]
-    for part in ("ape (0.1 %) ✗ bear (98.8 %)", "a/1.png 400 x 600 px", "could not be kept"):
+    for part in ("ape (0.1 %) ✗ bear (98.8 %)", "a/1.png 400 x 600 px", "could not be saved"):
         assert part in page.text
     assert text.count('<img src="data:image/jpeg') == 1
 
@@ -292,7 +292,9 @@ def test_the_rows_of_a_sweep_become_means_over_seeds(tmp_path):
     assert second[6] == "81 (1 of 2)" and second[11:13] == ["out of memory"] * 2
     assert second[-2:] == ["finished, not finite", "the loss was not finite"]
     assert [row[1:4] for row in rest] == [["efficient", "32", heads] for heads in "48"]
-    assert {"Accuracy", "Speed of inference", "Memory of training step"} <= set(page.texts)
+    assert {"Accuracy", "Throughput of inference", "Peak memory of training step"} <= set(
+        page.texts
+    )
     assert {"Head counts: heads", "Images of 32 px"} <= set(page.texts)
     write_run(tmp_path / "heads" / "runs" / "one", epochs=0)
     page = page_of(tmp_path / "heads", output=tmp_path / "page.html")

@@ -53,9 +53,9 @@ def test_images_that_are_not_there_are_left_out_with_the_reason(tmp_path):
     other = write_run(tmp_path / "other", always=1, spec=spec)
     young = write_run(tmp_path / "young")
     page = page_of(away, other, young, output=tmp_path / "page.html")
-    assert re.search(r"away : no images, since .*nowhere does not exist", page.text)
-    assert "other : no images, since the checkpoint does not fit the data" in page.text
-    assert "young : no images, since there is no best.safetensors" in page.text
+    assert re.search(r"away : no images \(.*nowhere does not exist", page.text)
+    assert "other : no images (the checkpoint does not fit the data" in page.text
+    assert "young : no images (there is no best.safetensors" in page.text
     assert "img" not in page.tags
 
 
@@ -94,7 +94,7 @@ def test_masks_are_the_known_ones_and_what_the_weights_give(masked, tmp_path):
     page = page_of(masked, output=tmp_path / "page.html")
     legend = [name for _, name in gallery.legend]
     assert legend == [*CLASSES, "does not count"] and set(legend) <= set(page.texts)
-    assert page.tags.count("img") == 12 and "given, " in page.text
+    assert page.tags.count("img") == 12 and "predicted, " in page.text
     assert "Validation mean IoU" in page.text and "test accuracy" not in page.text
 
 

@@ -146,7 +146,8 @@ def test_finished_cells_are_skipped_and_accuracies_are_means_over_seeds(tmp_path
     (table,) = markdown_tables(printed)
     found = [(row["heads"], row["head width"], row["test accuracy in %"]) for row in table]
     assert found == [("2", "8", "67 ± 21"), ("8", "2", "73 ± 21")]
-    assert "0 to train" in fakes("2 8 --seeds 0 3") and fakes.calls() == []
+    again = fakes("2 8 2 --seeds 0 3 3")  # repeated values count once
+    assert markdown_tables(again) == [table] and "0 to train" in again and fakes.calls() == []
     fakes("2 16 --seeds 0 3")
     assert fakes.calls() == [[cell(16, 0)], [cell(16, 3)]]
     assert fakes.column("test_loss", "train_commit")[cell(2, 3)] == ("1.5", "c0ffee")
@@ -250,10 +251,11 @@ def test_a_folder_of_another_training_or_with_other_things_is_refused_and_kept(t
     assert fakes.calls() == [[cell(2)]]
     fakes.output = tmp_path / "other"
     fakes.output.mkdir()
-    (fakes.output / "thesis.txt").write_text("all of it")
-    with pytest.raises(ValueError, match="expected an empty folder or a sweep"):
-        fakes("2 --overwrite")
-    assert [path.name for path in fakes.output.iterdir()] == ["thesis.txt"]
+    for name in ("thesis.txt", "base.yaml"):  # the latter also with a folder of runs
+        (fakes.output / name).write_text("all of it")
+        with pytest.raises(ValueError, match="expected an empty folder or a sweep"):
+            fakes("2 --overwrite")
+    assert sorted(written(fakes.output)) == ["base.yaml", "thesis.txt"]
 
 
 def test_a_damaged_status_is_none(tmp_path):
@@ -304,6 +306,7 @@ BAD = {
     "--base {base} --heads 2 --epochs 1": "unknown option --epochs",
     "--base {base} --heads 2 --set run=a": "each training of the sweep has its own",
     "--base {base} --heads 2 --set optim.learning=3": "unknown option --optim.learning",
+    "--base {base} --heads 2 --set model.args.depth=0": "depth must be from 1 to",
     "--base {base} --heads 2 --img_size 32 36": "36 x 36 pixels is not a whole number of 8-pixel",
     "--base {base} --heads 2 --set data.img_size_choices=[32] --img_size "
     "32": "would change only the evaluation",

@@ -1,4 +1,4 @@
-"""Spell the package's commands: for users to paste, for processes to start, and for help texts.
+"""Return the package's commands as text: for users to paste, for new processes, and for the help.
 
 Every printed command is ``visionattn NAME``. Where that script is not on the path, it is
 ``python -m visionattn NAME`` with the running Python.

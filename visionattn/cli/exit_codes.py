@@ -43,7 +43,7 @@ class Failed(Exception):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error reports a failed allocation, on a GPU or on the CPU."""
-    import torch  # takes a second, which a mistyped option must not wait for
+    import torch  # slow to import; errors about options must not wait for it
 
     words = ("allocate memory", "not enough memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
@@ -85,7 +85,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         except BrokenPipeError:  # the reader of standard output, such as head, has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        return tell(error)  # another pipe, such as one to a process that loads data
+        return tell(error)  # another pipe, for example to a data loader process
     except (ValueError, OSError, Stopped, KeyboardInterrupt, *EXIT_CODES) as error:
         return tell(error)
     return 0
@@ -137,7 +137,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error as one line: with its file for an ``OSError``, its type if it has no text."""
+    """Return an error as one line. An ``OSError`` names its file; without a text, the type is
+    named.
+    """
     text = str(error).strip()
     if isinstance(error, OSError) and error.filename and error.strerror:
         text = f"{error.filename}: {error.strerror}"

@@ -48,7 +48,7 @@ def target_of(path: str | Path) -> Path:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(
-            errno.EINVAL, ("is a device, a pipe or a socket; pass a regular file"), str(path)
+            errno.EINVAL, "is a device, a pipe or a socket; pass a regular file", str(path)
         )
     return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
 
@@ -75,7 +75,7 @@ def write_whole(
             is ``path``, even if the system names no file (a full disk).
     """
     target = target_of(path)
-    with named(path), _beside(target) as temporary:
+    with named(path), _temporary(target) as temporary:
         mode = os.stat(target if target.exists() else temporary).st_mode
         write(temporary)
         flush_to_disk(temporary)
@@ -103,7 +103,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
     target = Path(path)
     _settle(target)
     check_new(target, replaces=replaces)
-    with named(path), _beside(target, folder=True) as place:
+    with named(path), _temporary(target, folder=True) as place:
         yield place
         for file in place.iterdir():
             flush_to_disk(file)
@@ -115,18 +115,18 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
 
 
 def _former(target: Path) -> Path:
-    """Return the name of a folder from the moment another one takes its place until it is deleted.
-    It is no unfinished name: ``forget_unfinished`` must not delete the folder.
+    """Return the name of a replaced folder until it is deleted. ``forget_unfinished`` does not
+    delete folders of this name.
     """
     return Continued.beside(target, folder=True).with_suffix(".former")
 
 
 def _settle(target: Path) -> None:
-    """Complete a ``_rename_folder`` that a kill interrupted: delete the former folder if the new
-    one has its name, else rename it back.
+    """Finish a ``_rename_folder`` that a kill interrupted. Delete the replaced folder if the new
+    one is in its place, else rename the replaced folder back.
     """
     former = _former(target)
-    with suppress(OSError):  # there is none, as usual, or another process was faster
+    with suppress(OSError):  # usually there is none, or another process was faster
         if os.path.lexists(target):
             shutil.rmtree(former)
         else:
@@ -167,7 +167,7 @@ def _unfinished_name(target: Path) -> Path:
 
 
 @contextmanager
-def _beside(target: Path, *, folder: bool = False) -> Iterator[Path]:
+def _temporary(target: Path, *, folder: bool = False) -> Iterator[Path]:
     """Create an empty file or folder with a random name in the folder of ``target``; delete it at
     the end unless it was renamed. Its lock tells ``forget_unfinished`` that its writer is alive.
     """

@@ -1,8 +1,8 @@
-"""Call a function in a fresh process, for measurements of memory.
+"""Call a function in a fresh process, to measure memory.
 
-There, no memory freed earlier hides an allocation, and running out of memory ends only that
-process. ``python -m visionattn.cli.fresh_process`` is the process: it reads the function and its
-arguments from standard input.
+In a fresh process an allocation cannot reuse memory that was freed earlier, and running out of
+memory ends only that process. The process is ``python -m visionattn.cli.fresh_process``. It reads
+the function and its arguments from standard input.
 """
 
 import json
@@ -27,10 +27,10 @@ KILLED = 9
 
 
 def memory_kills() -> int:
-    """Return the number of processes that the system has killed for lack of memory.
+    """Return the number of processes that the system has killed for lack of memory; 0 if unknown.
 
-    The count covers this control group, or the machine if groups have no count; 0 if unknown. A
-    process killed by SIGKILL ran out of memory if the count has grown since its start.
+    The count covers this control group or, if it has no count, the machine. A process killed by
+    SIGKILL ran out of memory if the count has grown since its start.
     """
     group = Path("/proc/self/cgroup")
     name = group.read_text().strip().rpartition(":")[2].lstrip("/") if group.exists() else ""
@@ -72,7 +72,7 @@ def ask(
     Args:
         function: a module-level function of the package; arguments and result are JSON values.
         given: its arguments.
-        what: name of the measured work, for the error.
+        what: name of the work, for the error.
         returning: as for ``environment``.
 
     Raises:
@@ -81,10 +81,10 @@ def ask(
             the signal that killed it.
     """
     named = {"module": function.__module__, "function": function.__name__}
-    kills, told = memory_kills(), json.dumps(named | {"given": given})
-    # The process imports everything anew, so its memory before the work is its own, too.
+    kills, request = memory_kills(), json.dumps(named | {"given": given})
+    # Not a fork, which would share memory with this process.
     options = dict(capture_output=True, text=True, env=environment(returning=returning))
-    done = subprocess.run(COMMAND, input=told, **options)
+    done = subprocess.run(COMMAND, input=request, **options)
     full = done.returncode == OUT_OF_MEMORY or (done.returncode and "bad_alloc" in done.stderr)
     if full or ended_for_memory(done.returncode, kills):
         raise torch.OutOfMemoryError(f"{what} does not fit into memory")
@@ -104,10 +104,10 @@ def first_to_end() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def answer(told: str) -> int:
+def answer(text: str) -> int:
     """Call the requested function, print its result as JSON, and return the exit code."""
     first_to_end()
-    request = json.loads(told)
+    request = json.loads(text)
     try:
         function = getattr(import_module(request["module"]), request["function"])
         print(json.dumps(function(**request["given"])))

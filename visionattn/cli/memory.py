@@ -161,7 +161,7 @@ def check_fits(
         room = sized(there)
         much = (
             f"about {sized(expected)} of memory, but {room_of(there, bounded=bounded)}"
-            if expected < math.inf  # infinite: it was tried on a GPU and did not fit
+            if expected < math.inf  # infinite: the work ran out of memory in a trial on the GPU
             else f"more than the available memory ({room})"
         )
         raise DoesNotFit(f"{what} would need {much}; {way_out()}")

@@ -1,7 +1,8 @@
 """Format tables as Markdown, and the same rows as CSV with their provenance.
 
-Names of files and classes come from others, and spreadsheets run texts that begin with ``=``. In
-CSV such a text gets an apostrophe in front, as spreadsheets mark text; ``read_rows`` removes it.
+Names of files and classes may come from others, and spreadsheets run texts that begin with ``=``.
+In CSV such a text gets an apostrophe in front, which marks text in spreadsheets. ``read_rows``
+removes the apostrophe.
 """
 
 import csv

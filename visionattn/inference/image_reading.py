@@ -196,4 +196,5 @@ class ReadImages(Dataset):
 
 def reason_of(error: BaseException) -> str:
     """Return the reason why an image cannot be read, in one line."""
-    return as_flags(" ".join(str(error).split()) or type(error).__name__)
+    text = error.err if isinstance(error, cv2.error) else str(error)  # without OpenCV's source line
+    return as_flags(" ".join(text.split()) or type(error).__name__)

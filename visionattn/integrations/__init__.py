@@ -1,1 +1,1 @@
-"""Run this package's work on other engines; each module needs the extra of its name."""
+"""Run this package's work on Ray, which the extra ``ray`` installs."""

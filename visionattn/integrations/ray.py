@@ -1,8 +1,8 @@
 """Extract features in a Ray Data pipeline: ``Decode`` reads images, ``Embed`` computes features.
 
-Pass both classes to ``ray.data.Dataset.map_batches``. Ray creates one instance, with one model, in
-each worker of a pool, calls it with batches of rows, and restarts it when a worker dies. An image
-that fails is a row with a status and a reason. This module does not import Ray.
+Pass both classes to ``ray.data.Dataset.map_batches``. In each worker of a pool, Ray creates one
+instance with one model, and calls it with batches of rows. An image that fails is a row with a
+status and a reason. This module does not import Ray.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Run ``visionattn features --engine ray``: Ray nodes extract parts of a collection of images, and
 this process merges them.
 
-This module connects to the cluster, hands out parts, and ends the run. The unit of work is a part,
-as ``--shard`` writes it. Files of a part get their names only when complete, so Ray may restart a
-part or run it twice, and the merge still finds each image once. Only part numbers go through Ray.
+The unit of work is a part, as ``--shard`` writes it. Files of a part get their names only when they
+are complete. So Ray may restart a part or run it twice, and the merge still finds each image once.
+Images and features do not go through Ray.
 """
 
 import logging
@@ -28,11 +28,11 @@ from visionattn.inference.result_files import difference
 from visionattn.inference.shards import INDEX, LOCK, PARTS, CollectionPart, merge
 
 IMAGES_OF_PART = 512
-"""Images in a part if ``parts`` is not given."""
+"""Images per part, unless ``parts`` is given."""
 ANSWER_SECONDS = 30
 """Timeout of the connection to a cluster."""
 RETRIES = 10
-"""How often Ray restarts a part whose worker or node died."""
+"""How often Ray restarts a part after its worker or node died."""
 LOCK_SECONDS = 120
 """How long a part waits for its lock, which the worker of a lost node may hold for a while."""
 STORE_BYTES = 100 * 2**20
@@ -152,8 +152,8 @@ def hand_out(
                 try:
                     code, reason = ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    short = isinstance(error, ray.exceptions.OutOfMemoryError)
-                    raise (OutOfMemory if short else Failed)(
+                    full = isinstance(error, ray.exceptions.OutOfMemoryError)
+                    raise (OutOfMemory if full else Failed)(
                         f"part {part} failed on the cluster ({type(error).__name__}: "
                         f"{first_line(error.__cause__ or error)}); run the same command to resume"
                     ) from error

@@ -1,5 +1,5 @@
-"""Run ``visionattn benchmark``: each of its commands is a class with its options, their checks and
-the measurement. It prints tables and writes files.
+"""Run ``visionattn benchmark``. Each of its commands is a class with options, their checks and a
+measurement, which prints a table and writes files.
 
 The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that reads configurations.
 """
@@ -83,7 +83,9 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 def show_commands() -> NoReturn:
     """Print the list of commands and exit."""
     about = {name: command.__doc__ or "" for name, command in COMMANDS.items()}
-    about["gpu"] = "On an NVIDIA GPU: kernels and models against limits measured there; minutes."
+    about["gpu"] = (
+        "Kernels and models on an NVIDIA GPU, compared with the rates of that GPU; takes minutes."
+    )
     lines = [
         textwrap.fill(" ".join(text.split()), 100, initial_indent=f"  {name:12}",
                       subsequent_indent=" " * 14)
@@ -96,7 +98,7 @@ def show_commands() -> NoReturn:
         epilog=f"example:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(["--help"])
-    raise AssertionError("the parser leaves")
+    raise AssertionError("--help exits")
 
 
 @dataclass
@@ -104,7 +106,7 @@ class BenchmarkOptions:
     """Options that all commands share."""
 
     first: ClassVar[str] = ""
-    """The option whose name may be omitted if its value comes first."""
+    """The option whose value may come first, without the option's name."""
     example: ClassVar[str]
     """Arguments of a working call."""
     csv: str | None = None
@@ -125,6 +127,10 @@ class BenchmarkOptions:
             ValueError, OSError: an option is wrong or has no effect, or a file exists.
         """
         check_least(1, threads=self.threads)
+        for option, suffix in (("csv", ".csv"), ("plot", ".png")):
+            path = getattr(self, option, None)
+            if path is not None and Path(path).suffix.lower() != suffix:
+                raise ValueError(f"expected --{option} to end in {suffix}, got {path}")
         for path in filter(None, self.files()):
             check_free(Path(path), self.overwrite)
 
@@ -152,7 +158,7 @@ class CaseOptions(BenchmarkOptions):
 
     first: ClassVar[str] = "names"
     names: list[str] = field(default_factory=list)
-    """Operations or models to measure; ``--names`` may be omitted if the names come first."""
+    """Operations or models to measure. They may come first, without ``--names``."""
     form: list[FormChoice] | None = None
     """Any of auto, direct, efficient; None: efficient for operations, auto for models. Baselines
     have no forms.
@@ -169,9 +175,9 @@ class CaseOptions(BenchmarkOptions):
     rounds: int = 5
     """Minimum rounds of the interleaved run."""
     seconds: float = 1.0
-    """Time in seconds for each case, within which further rounds are measured."""
+    """Measurement time of each case in seconds. More than ``rounds`` rounds run if they fit."""
     no_memory: bool = False
-    """Skip peak memory, which takes a separate process of some seconds per case."""
+    """Skip peak memory, which takes a process of some seconds for each case."""
     device: str = "cpu"
     """``cpu`` or ``cuda``."""
     plot: str | None = None
@@ -219,7 +225,7 @@ class CaseOptions(BenchmarkOptions):
             self.baseline_of(cases)
             for case in cases:
                 check_sizes(case)
-                # A model that is not implemented yet is no bad input: its row will say so.
+                # If an operation is not implemented, its row will say so.
                 with contextlib.suppress(NotImplementedError), torch.no_grad():
                     build(case, "meta").forward()
         return groups
@@ -282,7 +288,7 @@ class OperationOptions(CaseOptions):
 
 @dataclass
 class ModelOptions(CaseOptions):
-    """Whole models of visionattn and timm, by timm's names. Options follow plus signs:
+    """Whole models of visionattn and timm, by timm name. Options follow plus signs:
     scaleformer_vit_s+identity, vit_small_patch16_224+eager, taylorshift_vit_s+heads=12.
     """
 
@@ -306,7 +312,7 @@ class ModelOptions(CaseOptions):
 
 @dataclass
 class TargetOptions(BenchmarkOptions):
-    """Performance targets, and the figures measured on this machine; takes minutes."""
+    """Performance targets, and the values measured on this machine; takes minutes."""
 
     example: ClassVar[str] = "--only 'N = 4096'"
     only: str | None = None
@@ -329,11 +335,12 @@ class PaperOptions(BenchmarkOptions):
     first: ClassVar[str] = "figure"
     example: ClassVar[str] = "crossover --quick"
     figure: str | None = None
-    """crossover, scaleformer-4, scaleformer-5, scaleformer-6 or taylorshift-heads; ``--figure`` may
-    be omitted if the name comes first.
+    """crossover, scaleformer-4, scaleformer-5, scaleformer-6 or taylorshift-heads. The name may
+    come first, without ``--figure``.
     """
     csv: str | None = None
-    """CSV file for the rows, with provenance, next to the PNG; None: the name of the figure."""
+    """CSV file for the rows, with provenance. The PNG has the same name. None: the figure's name.
+    """
     quick: bool = False
     """Measure few small sizes, only to show that it runs."""
 
@@ -359,14 +366,14 @@ class PaperOptions(BenchmarkOptions):
 
 @dataclass
 class LoaderOptions(BenchmarkOptions):
-    """The Data pipeline without a model, for YAML files of trainings or names of datasets. Options
+    """The data pipeline without a model, for YAML files of trainings or names of datasets. Options
     follow plus signs: configs/canvas.yaml+augment=none, folder+root=PATH.
     """
 
     first: ClassVar[str] = "names"
     example: ClassVar[str] = "digits --workers 0 --rounds 2"
     names: list[str] = field(default_factory=list)
-    """Data sets or configurations to load; ``--names`` may be omitted if the names come first."""
+    """Datasets or configurations to load. They may come first, without ``--names``."""
     img_size: list[int] | None = None
     """Image sizes (height and width) in pixels; None: the size in the data configuration."""
     batch: int | None = None
@@ -376,7 +383,7 @@ class LoaderOptions(BenchmarkOptions):
     rounds: int = 5
     """Number of rounds of the interleaved run."""
     seconds: float = 3.0
-    """Time in seconds for each case, over all rounds."""
+    """Measurement time of each case in seconds, over all rounds."""
 
     def prepare(self) -> "list[LoaderCase]":
         """Find the images, and return the cases to measure."""
@@ -394,7 +401,7 @@ class LoaderOptions(BenchmarkOptions):
         return loader_cases(self.names, self.img_size, self.workers, self.batch)
 
     def run(self, cases: "Sequence[LoaderCase]", provenance: Record, show: Print) -> None:
-        """Measure the loading throughput; print the measured steps and a row for each case."""
+        """Measure the loading throughput; print the steps that count, and a row for each case."""
         from visionattn.lab import loader_benchmark
 
         show(f"{loader_benchmark.COUNTED}\n")

@@ -1,5 +1,5 @@
-"""Measure cases against each other: first check their results, then measure memory and counts, then
-time in one interleaved run.
+"""Compare cases: check their results, measure memory, count operations, and time all in one
+interleaved run.
 """
 
 import time
@@ -22,7 +22,7 @@ COLUMNS = {name: name for name in ("case", "size", "width", "heads", "batch", "d
 COLUMNS |= {"time": "seconds_median", "from": "seconds_low", "to": "seconds_high"}
 COLUMNS |= {"ratio": "ratio_median", "low": "ratio_low", "high": "ratio_high"}
 COLUMNS |= {"peak": "peak_bytes", "kept": "kept_bytes", "operations": "flops", "status": "status"}
-"""Headings of the printed table, and the fields of a record below them."""
+"""Headings of the printed table, with the field of a record for each."""
 
 
 def spread(name: str, samples: Sequence[float]) -> Record:
@@ -52,30 +52,30 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """The quantities to measure, and for how long."""
+    """What to measure, and for how long."""
 
     rounds: int = 5
     """Minimum rounds of the interleaved run."""
     max_rounds: int = 30
     seconds: float = 1.0
-    """Time for each case, within which more than ``rounds`` rounds are measured."""
+    """Time for each case. More than ``rounds`` rounds run if they fit."""
     memory: bool = True
     counts: bool = True
     """Count operations and, for cases with a backward pass, bytes kept for it."""
     device: str = "cpu"
     processor_time: bool = False
-    """Measure CPU time, not wall time, so other work on the machine does not count. Meant for one
-    thread.
+    """Measure CPU time instead of wall time, so that other work on the machine does not count.
+    Meant for one thread.
     """
     first_call: bool = False
-    """Measure time and memory of the first call, one-time work of libraries included, for runs that
-    take minutes. ``rounds`` and ``seconds`` have no effect.
+    """Measure time and memory of the first call only, for runs that take minutes. One-time work of
+    libraries counts. ``rounds`` and ``seconds`` have no effect.
     """
 
 
 def check_case(case: Case, device: str = "cpu") -> str | None:
-    """Compare the results of the case with their definition at a small size; return the error in
-    words, or None.
+    """Compare the results of the case with its definition at a small size. Return the error as
+    text, or None.
     """
     if case.kind == "operation":
         from visionattn.lab.compared_operations import check_operation
@@ -89,20 +89,20 @@ def check_case(case: Case, device: str = "cpu") -> str | None:
 def measure_together(
     cases: Sequence[Case], plan: MeasurementPlan, baseline: str | None = None
 ) -> list[CaseResult]:
-    """Measure a row for each case; their times come from one interleaved run.
+    """Measure each case; the times come from one interleaved run.
 
-    A case that disagrees with its definition is not measured further, and a case that runs out of
-    memory is not timed: the status says so.
+    A case that disagrees with its definition is not measured. A case that runs out of memory is not
+    timed. The status of the result says so.
 
     Args:
         cases: cases with the same ``Case.place``, so that they may be compared.
-        plan: the quantities to measure.
+        plan: what to measure.
         baseline: label of the baseline of the ratios; None: no ratios.
     """
     rows = [CaseResult(case) for case in cases]
     for row in rows:
         with status_of(row):
-            _measure_alone(row, plan)
+            _check_and_count(row, plan)
     _measure_times([row for row in rows if row.status == "ok"], plan)
     base = next((row for row in rows if row.case.label == baseline and row.samples), None)
     for row in rows:
@@ -112,13 +112,13 @@ def measure_together(
 
 
 def ratios_of(samples: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Return the ratio in each round, in which a temporary slowdown of the machine cancels."""
+    """Return the ratio of times in each round. Temporary slowdowns of the machine cancel out."""
     return [mine / other for mine, other in zip(samples, base, strict=True)]
 
 
 @contextmanager
 def status_of(row: Any) -> Iterator[None]:
-    """Record the reason of a failure within the context in the status of a row."""
+    """Set the status of a row to the reason if work in this context fails."""
     try:
         yield
     except NotImplementedError as error:
@@ -131,7 +131,8 @@ def status_of(row: Any) -> Iterator[None]:
         row.status = "out of memory"
 
 
-def _measure_alone(row: CaseResult, plan: MeasurementPlan) -> None:
+def _check_and_count(row: CaseResult, plan: MeasurementPlan) -> None:
+    """Check the results of a case, count its operations, and measure its memory."""
     case = row.case
     row.status = check_case(case, plan.device) or "ok"
     if row.status != "ok":
@@ -147,15 +148,15 @@ def _measure_alone(row: CaseResult, plan: MeasurementPlan) -> None:
 
 
 def case_bytes_kept(case: Case, device: str = "cpu") -> int:
-    """Return the bytes that the case keeps for its backward pass: with the inputs of an operation,
-    without the weights of a model.
+    """Return the bytes that the case keeps for its backward pass. Inputs of an operation count;
+    weights of a model do not.
     """
     work = build(replace(case, backward=True), device)
     return bytes_kept(work.forward, without=work.leaves if case.kind == "model" else ())
 
 
 def _measure_times(rows: Sequence[CaseResult], plan: MeasurementPlan) -> None:
-    """Measure the seconds of the rows without errors."""
+    """Warm up the cases, and measure their seconds in one interleaved run."""
     clock = time.process_time if plan.processor_time else time.perf_counter
     ready: list[tuple[CaseResult, Callable[[], object], float]] = []
     for row in rows:
@@ -179,7 +180,7 @@ def _measure_times(rows: Sequence[CaseResult], plan: MeasurementPlan) -> None:
 
 
 def record_of(row: CaseResult) -> Record:
-    """Return a row as plain values, with units in the names; None for a missing measurement."""
+    """Return a result as plain values, with units in the names; None for a missing measurement."""
     case = row.case
     record: Record = {"case": case.label, "size": case.size, "width": case.width}
     record |= {"heads": case.heads if case.kind == "operation" else None, "batch": case.batch}
@@ -191,8 +192,8 @@ def record_of(row: CaseResult) -> Record:
 
 
 def cells_of(record: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
-    """Format the values of a record for the headings of ``columns``, with the unit given by the end
-    of a value's name.
+    """Format the values of a record for the headings of ``columns``. The end of a field's name
+    gives the unit.
     """
     return [_cell(name, record[name]) for name in columns.values()]
 

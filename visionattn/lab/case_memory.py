@@ -1,5 +1,5 @@
-"""Measure the peak memory of a case: on a CPU in a fresh process, where no memory freed earlier
-hides an allocation.
+"""Measure the peak memory of a case. On a CPU this takes a fresh process: elsewhere an allocation
+may reuse memory that was freed earlier, which does not raise the peak.
 """
 
 from dataclasses import asdict
@@ -24,18 +24,18 @@ def build(case: Case, device: str = "cpu") -> Work:
 
 
 def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> int:
-    """Return the peak memory in bytes of one run, result included, above the level with inputs and
-    weights in memory.
+    """Return the peak memory of one run in bytes, above the level with inputs and weights in
+    memory. The result counts.
 
     Args:
         case: the operation or model.
         device: where it runs.
-        warm: run once before, so that buffers that libraries keep from their first call at a size
-            (some MiB per thread) do not count.
+        warm: run once before. Libraries keep buffers from their first call at a size (some MiB per
+            thread), which then do not count.
 
     Raises:
         torch.OutOfMemoryError: the case does not fit into memory.
-        Failed: the process failed in another way, as on a CPU without Linux.
+        Failed: the process failed in another way. Measuring a CPU needs Linux.
     """
     if device != "cpu":
         return peak_here(asdict(case), None, device, warm)

@@ -1,8 +1,9 @@
-"""Describe an operation or model to measure as a ``Case`` of plain values, which can be sent to a
-fresh process. Benchmarks, profiles, targets and the GPU table use it.
+"""Describe an operation or model to measure as a ``Case``. Benchmarks, profiles, targets and the
+GPU table use it.
 
-This module owns the names of cases, passes and precisions. It knows nothing of measurements. A
-sweep varies a training configuration instead (``sweep/head_grid.py``).
+A case consists of plain values, so that it can be sent to a fresh process. This module owns the
+names of passes and precisions. It measures nothing. A sweep varies a training configuration instead
+(``sweep/head_grid.py``).
 """
 
 import math
@@ -21,7 +22,7 @@ PRECISIONS = {
     "amp_bf16": ("float32", "bf16"),
     "amp_fp16": ("float32", "fp16"),
 }
-"""The dtype of weights and image, and the mixed precision, by name of the precision."""
+"""The dtype of weights and image, and the mixed precision, by the name of the precision."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class Case:
 
 
 def check_sizes(case: Case) -> None:
-    """Check that the inputs of a case fit into the available memory, before creating them. A case
-    that runs out of memory later gets a row that says so.
+    """Check that the inputs of a case fit into the available memory.
+
+    A case that runs out of memory later gets a row that says so.
 
     Raises:
         ValueError: the inputs do not fit; one line.

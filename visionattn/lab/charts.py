@@ -19,8 +19,8 @@ SERIES_COLOURS = {
     "light": ("#1d56b8", "#b84e0c", "#0a4a38", "#8c2f78", "#5b6470", "#6f63cc"),
     "dark": ("#6f9ff0", "#f0975a", "#a8f0c6", "#f2b6e2", "#b4bcc8", "#ab96d8"),
 }
-"""Colors of series, distinct for color-blind readers; the first four also differ in gray. Each
-has a contrast of at least 4.5, so it also serves as a text color.
+"""Colors of series, distinct for color-blind readers; the first four also differ in gray. Each has
+a contrast of at least 4.5 with the page, so that text may have these colors.
 """
 NEUTRAL_COLOURS = {
     "light": {"ink": "#16191d", "muted": "#515a66", "grid": "#d5dae1", "panel": "#f6f7f9"},
@@ -30,11 +30,11 @@ DASHES = ((), (6, 3), (1.5, 2.5), (8, 3, 1.5, 3))
 """Dash and gap lengths of line styles; the first is solid."""
 MARKERS = ("o", "s", "^", "D")
 MOST_POINTS = 300
-"""Longer curves are drawn as means of neighboring points, with a band from minimum to maximum."""
+"""Longer curves become means of neighboring points, with a band from minimum to maximum."""
 MOST_MARKED = 40
 """Curves with at most this many points have a marker at each point."""
 LABEL_WIDTH = 24
-"""The most characters of a line in a legend."""
+"""Maximum number of characters of a line in a legend."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class SeriesStyle:
 
     @classmethod
     def of(cls, number: int) -> "SeriesStyle":
-        """Return the look of series ``number``; the first 24 differ in color or shape."""
+        """Return the style of series ``number``; the first 24 styles differ."""
         colours = len(SERIES_COLOURS["light"])
         return cls(number % colours, (number + number // (2 * colours)) % len(DASHES))
 
     def swatch(self) -> str:
-        """Return a short line of this look as SVG, for a legend."""
+        """Return a short line in this style as SVG, for a legend."""
         dashes = " ".join(map(str, DASHES[self.shape])) or "none"
         style = f"stroke:var(--series-{self.colour});stroke-width:3;stroke-dasharray:{dashes}"
         return (
@@ -115,7 +115,7 @@ class Chart:
         )
 
     def heights(self, series: Series) -> np.ndarray:
-        """Return the values, with NaN for values that a logarithmic axis cannot show."""
+        """Return the values of a series, with NaN where a logarithmic axis cannot show them."""
         y = np.array(series.y, dtype=float)
         return np.where(y > 0, y, math.nan) if self.log_y else y
 
@@ -170,13 +170,13 @@ def svg(chart: Chart, name: str, *, legend: bool = True) -> str:
 
     Args:
         chart: what to draw; not empty.
-        name: a word, unique on the page, from which identifiers are made.
+        name: prefix of the identifiers in the SVG, unique on the page.
         legend: show the names of the series next to the axes.
     """
     from matplotlib.figure import Figure
 
-    # matplotlib knows no CSS variables: draw each in a unique color, and replace that color in
-    # the SVG text below.
+    # matplotlib knows no CSS variables. So give each a unique color, and replace these colors in
+    # the SVG text.
     variables = [*NEUTRAL_COLOURS["light"], *series_variables("light")]
     stand_ins = {variable: f"#1e00{i:02x}" for i, variable in enumerate(variables)}
     stream = io.StringIO()
@@ -187,7 +187,7 @@ def svg(chart: Chart, name: str, *, legend: bool = True) -> str:
     text = stream.getvalue()
     for variable, colour in stand_ins.items():
         text = text.replace(colour, f"var(--{variable})")
-    # The page has its own fonts and styles, and several charts.
+    # Remove fonts, styles and identifiers, which the page sets itself.
     heading = f'<svg class="chart" role="img" aria-label="{html.escape(chart.title)}" '
     heading += re.search(r'viewBox="[^"]*"', text)[0]
     text = heading + text[text.index(">", text.index("<svg")) :]
@@ -198,7 +198,7 @@ def svg(chart: Chart, name: str, *, legend: bool = True) -> str:
 
 
 def _style(colours: Mapping[str, str], salt: str | None = None):
-    """Return the matplotlib settings for a chart: subtle axes, and text kept as text."""
+    """Return a context with the matplotlib settings of a chart: faint axes, and text as text."""
     import matplotlib
 
     muted, grid = colours["muted"], colours["grid"]
@@ -276,10 +276,10 @@ def _draw(ax, chart: Chart, colours: Mapping[str, str], *, legend: bool) -> None
 def thinned(
     x: Sequence[float], y: np.ndarray, spread: Sequence[float] | None
 ) -> tuple[np.ndarray, ...]:
-    """Reduce a curve to at most ``MOST_POINTS`` points.
+    """Reduce a curve to at most ``MOST_POINTS`` points, each the mean of its neighbors.
 
-    Return x, y, and the lower and upper edge of its band: the spread, or the range of the
-    neighbors that were averaged.
+    Return x, y, and the lower and upper edge of the band. The band is the spread or, for a reduced
+    curve, the range of the averaged points.
     """
     places, half = np.array(x, dtype=float), np.array(spread if spread else 0.0)
     if len(places) <= MOST_POINTS:
@@ -303,7 +303,7 @@ def _set_axes(ax, chart: Chart) -> None:
         if base and axis.get_minpos() < math.inf:  # else nothing was measured
             scale("log", base=base)
             low, high = axis.get_view_interval()
-            # With several ticks per power, matplotlib may fall back to the ticks of a linear axis.
+            # Several ticks per power on a long axis make matplotlib use the ticks of a linear axis.
             few = math.log(high / low, base) < 2
             within = (1, 2, 5) if base == 10 else (1, 1.5)
             axis.set_major_locator(LogLocator(base, within if few else (1,), numticks=9))

@@ -1,7 +1,5 @@
 """Build and check whole models for comparisons: models of this package, timm's models, and models
-with attention replaced by the identity, which set the limit for speed.
-
-This module knows nothing of single operations and of time.
+whose attention is replaced by the identity. The latter are the upper limit of speed.
 """
 
 import copy
@@ -12,15 +10,18 @@ from functools import partial
 import timm
 import torch
 from einops import rearrange
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 import visionattn.models  # noqa: F401  registers the package's models with timm
+from visionattn.cli.files import first_line
 from visionattn.lab.accuracy import tolerance
 from visionattn.lab.cases import Case, Work
 from visionattn.lab.compared_operations import check_forms, defined, results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.registration import is_ours
+from visionattn.models.weights import UNBUILDABLE
 from visionattn.ops import OPERATIONS
 from visionattn.ops.attentions import AttentionKind
 
@@ -29,7 +30,7 @@ CHECK_GRID = (29, 31)
 CHECK_DEPTH = 2
 """Number of blocks to check; all are alike."""
 SHARPER = 4
-"""Factor on the weights of q, k, v and the gate, for checks of results."""
+"""Factor for the weights of q, k, v and the output gate, for checks of results."""
 NEAR = 0.2
 """Standard deviation of the weights of value convolutions, for checks of results."""
 
@@ -43,10 +44,10 @@ def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:
     """Return a copy of a model of this package, with equal parameters, whose attention layers
     return the values unchanged. Projections, value convolution and output gate stay.
     """
-    twin = copy.deepcopy(model)
-    for layer in attentions_of(twin):
+    copied = copy.deepcopy(model)
+    for layer in attentions_of(copied):
         layer.operation = values_alone
-    return twin
+    return copied
 
 
 @torch.no_grad()
@@ -54,8 +55,8 @@ def as_trained(model: nn.Module) -> None:
     """Scale the weights of a new model, so that its result depends on its attention as in a trained
     model.
 
-    At initialization, attention hardly depends on q, the gate passes a fifth of it, and the
-    value convolution is 0.
+    At initialization, attention hardly depends on q, the output gate passes a fifth of the
+    result, and the value convolution is 0.
     """
     generator = torch.Generator().manual_seed(0)
     for block in model.blocks:
@@ -69,7 +70,7 @@ def as_trained(model: nn.Module) -> None:
 
 
 def has_forms(model: str) -> bool:
-    """Tell whether the model has forms: it is a model of this package, with attention."""
+    """Tell whether the model has forms, as models of this package with attention do."""
     base, *options = model.split("+")
     return timm.is_model(base) and is_ours(base) and "identity" not in options
 
@@ -104,13 +105,17 @@ def read_options(case: Case) -> dict[str, str]:
 
 
 def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
-    """Build the model of the case with seeded weights, in its dtype and form, cut to its depth,
-    with gradient checkpointing if asked for. It is in ``train`` mode if the case has a backward.
+    """Build the model of the case with seeded weights, in ``train`` mode if the case has a
+    backward.
 
-    ``args`` are further arguments of the model; timm's models without ``img_size`` take any size.
+    Args:
+        case: states dtype, form, depth and gradient checkpointing.
+        device: where to build the model.
+        args: further arguments of the model. A timm model without ``img_size`` accepts any size.
 
     Raises:
-        ValueError: an unknown name, an option that this model does not have, or too large a depth.
+        ValueError: not a plain vision transformer, an option that it does not have, or too large a
+            depth.
     """
     options = read_options(case)
     if "heads" in options:
@@ -119,7 +124,16 @@ def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
         args["dynamic_img_size"] = "img_size" not in args
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
         torch.manual_seed(0)
-        model = timm.create_model(case.base, **args)
+        try:
+            model = timm.create_model(case.base, **args)
+        except UNBUILDABLE as error:
+            raise ValueError(
+                f"{case.name} cannot be built as a vision transformer: {first_line(error)}"
+            ) from error
+    if not isinstance(model, VisionTransformer) or hasattr(model.patch_embed, "backbone"):
+        raise ValueError(
+            f"expected a plain vision transformer of timm or visionattn, got {case.name}"
+        )
     if "identity" in options:
         model = identity_twin(model)
     if "eager" in options:
@@ -151,9 +165,7 @@ def make_image(case: Case, model: nn.Module, height: int, width: int, device: st
 
 
 def set_form(model: nn.Module, form: str) -> None:
-    """Set the form of every attention layer of a model of this package; models without forms keep
-    "auto".
-    """
+    """Set the form of every attention layer of a model of this package; "auto" changes nothing."""
     if form != "auto":
         for block in model.blocks:
             block.attn.form = form
@@ -187,12 +199,12 @@ def build_network(case: Case, device: str = "cpu") -> Work:
 
 def check_network(case: Case, device: str = "cpu") -> str | None:
     """Compare the first blocks of the model with their definition in float64 on ``CHECK_GRID``;
-    return the error in words, or None.
+    return the error as text, or None.
 
-    The definition is the same model with the operations of ``visionattn.ops.reference`` (for the
-    identity: v itself), or timm's model with eager attention. The check compares results and, if
-    the case has a backward pass, the image's gradient. Forms are chosen as in ``check_operation``:
-    all forms if the model chooses, and sums over classes as at the size of the case.
+    The definition is the same model with the operations of ``visionattn.ops.reference``, or timm's
+    model with eager attention. The identity is its own definition. The check compares results and,
+    if the case has a backward pass, the gradient of the image. Forms are checked as in
+    ``check_operation``.
     """
     case = replace(case, batch=1)
     model = build_model(case, device)

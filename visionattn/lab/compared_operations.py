@@ -1,7 +1,6 @@
 """Build operations for comparisons, with their inputs, and check each against its definition.
 
-``sdpa``, ``eager`` and ``eager-kernelized`` are the usual alternatives. This module knows nothing
-of models and of time.
+``sdpa``, ``eager`` and ``eager-kernelized`` are the baselines.
 """
 
 import math
@@ -25,7 +24,7 @@ from visionattn.ops.position.relative_position import KINDS, relative_sums
 
 POSITIONS = tuple(KINDS)
 MAPS = tuple(name for name in FEATURE_MAPS if name != "elu1")
-"""Feature maps that an option names, in addition to "favor" (FAVOR+)."""
+"""Feature maps that are options, in addition to "favor" (FAVOR+)."""
 
 
 def _options_of(kind: AttentionKind) -> tuple[str, ...]:
@@ -39,15 +38,15 @@ def _options_of(kind: AttentionKind) -> tuple[str, ...]:
 
 OPTIONS = dict.fromkeys(("sdpa", "eager", "eager-kernelized", "relative"), ("causal",))
 OPTIONS |= {kind.name: _options_of(kind) for kind in ATTENTIONS.values()}
-"""Options of each operation. Relative position has ``normalization="mean"``, as in the models,
-unless "sum" is named. "masked" masks every fourth key.
+"""Options of each operation. Relative position has ``normalization="mean"`` as in the models, and
+``"sum"`` with the option "sum". "masked" masks every fourth key.
 """
 TABLES = {"joint": ("table",), "axial": ("rows", "columns"), "flat": ("table",)}
 """Names of the tables of each relative position."""
 FORMED = (*(kind.name for kind in ATTENTIONS.values() if kind.forms), "relative")
 """Operations that have a direct and an efficient form."""
 CHECK_TOKENS = 33 * 41
-"""More tokens than a chunk of any operation, on a grid that is not a square."""
+"""Number of tokens of a check: more than a chunk of any operation, on a grid that is not square."""
 
 
 def check_name(case: Case) -> None:
@@ -58,8 +57,9 @@ def check_name(case: Case) -> None:
     for option in case.options:
         if option not in known:
             raise ValueError(f"{case.base} has no option {option!r}; expected {', '.join(known)}")
-    if len(set(case.options) & set(POSITIONS)) > 1:
-        raise ValueError(f"{case.name}: expected at most one relative position")
+    for names, kind in ((POSITIONS, "relative position"), ((*MAPS, "favor"), "feature map")):
+        if len(set(case.options) & set(names)) > 1:
+            raise ValueError(f"{case.name}: expected at most one {kind}")
 
 
 def position_named(case: Case) -> str | None:
@@ -100,8 +100,10 @@ def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
 
 
 def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
-    """Return the arguments for the options of an attention of this package, without relative
-    position and learned values. "masked" masks every fourth key, different keys in each image.
+    """Return the keyword arguments for the options of an attention, without tensors that are
+    learned.
+
+    "masked" masks every fourth key, different keys in each image.
     """
     arguments: dict[str, object] = {}
     kind = ATTENTIONS.get(case.base)
@@ -147,8 +149,8 @@ def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]
     """Return the definition of the case, from ``visionattn.ops.reference``, as a function of its
     tensors.
     """
-    meant = {"sdpa": "softmax", "eager": "softmax", "eager-kernelized": "kernelized"}
-    kind = ATTENTIONS.get(meant.get(case.base, case.base))
+    baselines = {"sdpa": "softmax", "eager": "softmax", "eager-kernelized": "kernelized"}
+    kind = ATTENTIONS.get(baselines.get(case.base, case.base))
     function = dense_relative if kind is None else defined(kind)
     options = arguments_of(case, tokens, device)
     return _with_position(case, tokens, device, partial(function, **options))
@@ -157,8 +159,9 @@ def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]
 def _with_position(
     case: Case, tokens: int, device: str, function: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Return a function of tensors by name that builds the relative position from its tables. The
-    counts per class are computed here, once, as in a model's forward.
+    """Return a function of tensors by name that builds the relative position from its tables.
+
+    The counts per class are computed only once, as in a model's forward.
     """
     kind, signed = position_named(case), case.base in ATTENTIONS and ATTENTIONS[case.base].signed
     if kind is None:
@@ -194,8 +197,8 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 def eager_kernelized_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Compute kernelized attention in its quadratic form with all scores in memory, masked if
-    causal: the naive version in the papers.
+    """Compute kernelized attention in its quadratic form, with all weights in memory: the naive
+    version in the papers.
     """
     weights = torch.matmul(elu1(q), elu1(k).mT)
     if causal:
@@ -221,7 +224,7 @@ def linear_relative(
 
 
 def defined(kind: AttentionKind) -> Callable[..., Tensor]:
-    """Return the definition of an attention, with the operation's arguments but without forms."""
+    """Return the definition of an attention. It takes the operation's arguments except ``form``."""
     definition = getattr(reference, f"{kind.name}_attention")
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, relative=None, **options) -> Tensor:
@@ -244,12 +247,10 @@ def build_operation(case: Case, device: str = "cpu") -> Work:
 
 
 def check_operation(case: Case, device: str = "cpu") -> str | None:
-    """Compare the case with its definition in float64 at ``CHECK_TOKENS`` tokens; return the error
-    in words, or None.
+    """Compare the case with its definition in float64 at ``CHECK_TOKENS`` tokens. Return the error
+    as text, or None.
 
-    With form "auto" each form is compared, because another form may run at the size of the case.
-    Sums over classes take the form chosen for the size of the case. At most two images of a batch
-    are compared.
+    At most two images of a batch are compared, in the forms that ``check_forms`` chooses.
     """
     case = replace(case, batch=min(case.batch, 2))
     tensors = make_tensors(case, CHECK_TOKENS, device)
@@ -272,9 +273,10 @@ def check_forms(
     limit: float,
     tokens: int,
 ) -> str | None:
-    """Compare the results of ``run`` with the definition, in the form of the case. For "auto",
-    compare each form, because the size of the check may lead to another choice. Return the error in
-    words, or None.
+    """Compare the results of ``run`` with the definition; return the error as text, or None.
+
+    For form "auto" all forms are compared, because the case may run in another form than the small
+    check. Sums over classes are computed as at the size of the case.
 
     Args:
         case: the case to check.
@@ -295,8 +297,8 @@ def check_forms(
 def results(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
 ) -> dict[str, Tensor]:
-    """Return the result under "out" and, with ``backward``, each gradient under "gradient of
-    <name>", for one upstream gradient.
+    """Return the result as "out" and, with ``backward``, the gradient of each input as "gradient of
+    <name>", for a seeded upstream gradient.
     """
     if not backward:
         with torch.no_grad():

@@ -1,9 +1,8 @@
 """Turn table rows into charts: head counts of a sweep, memory of a profile, cost over sizes of a
 benchmark.
 
-Rows have the columns of the commands' CSV files, read from a file or still in memory. So one
-description serves a command's PNG and the page of ``visionattn report``. This module neither
-measures nor draws.
+Rows have the columns of the commands' CSV files. The same charts serve a command's PNG and the page
+of ``visionattn report``. This module neither measures nor draws.
 """
 
 import math
@@ -17,21 +16,21 @@ from visionattn.lab.charts import Chart, Mark, Series, SeriesStyle
 Row = Mapping[str, Any]
 MIB = 2**20
 MOST = 1e38
-"""Larger numbers of a file count as missing: float32 ends there, and their sums overflow."""
+"""Larger numbers in a file count as missing, because they overflow float32."""
 SHAPES = {"efficient": 0, "direct": 1, "auto": 2}
-"""Line shapes of the forms in all charts: the linear form is solid, the quadratic form dashed."""
+"""Line shapes of the forms in all charts: the efficient form is solid, the direct form dashed."""
 SUPERSCRIPTS = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 SERIES_KEYS = ("model", "precision", "form", "checkpointing", "batch", "depth")
-"""Columns that, with the pass, identify a line of a memory profile."""
+"""Columns that identify a line of a memory profile, together with the pass."""
 
 
 def number(value: Any) -> float | None:
-    """Convert a number or a text to float; None for other values and for values beyond ``MOST``."""
+    """Convert a number or text to float; None for NaN, other values, and values beyond ``MOST``."""
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return found if abs(found) <= MOST else None  # False for NaN
+    return found if abs(found) <= MOST else None
 
 
 def value_of(row: Row, column: str) -> float | None:
@@ -50,22 +49,22 @@ def chosen(rows: Sequence[Row], columns: Sequence[str], values: Sequence[Any]) -
 
 
 def trained_itself(row: Row) -> bool:
-    """Tell whether the form of a sweep's row was trained itself; else its accuracy is from another
-    form.
+    """Tell whether the form of a sweep's row was trained. Otherwise the row has the accuracy of
+    another form, which computes the same function.
     """
     return row.get("trained_form", row["form"]) == row["form"]
 
 
 def power(base: str, exponent: float | None) -> str:
-    """Format the growth of a quantity, " ∝ N¹·⁹⁷"; empty if unknown."""
+    """Format the growth of a value: " ∝ N¹·⁹⁷"; empty if unknown."""
     if exponent is None:
         return ""
     return f" ∝\N{NO-BREAK SPACE}{base}{f'{exponent:.2f}'.translate(SUPERSCRIPTS)}"
 
 
 def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the slope of the least-squares line through the logarithms; None for fewer than two
-    distinct x.
+    """Return the slope of the least-squares line of ``log y`` over ``log x``; None for fewer than
+    two distinct x.
     """
     if len({x for x, _ in pairs}) < 2:
         return None
@@ -74,10 +73,9 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return the slope of the least-squares line of ``log y`` over ``log x`` for the larger half of
-    the sizes, at least two; None for fewer than two points.
+    """Return ``slope`` over the larger half of the sizes, at least two.
 
-    Small sizes are skipped, because the overhead of a call dominates there.
+    At small sizes the overhead of a call dominates.
     """
     return slope(sorted(zip(x, y, strict=True))[-max(2, math.ceil(len(x) / 2)) :])
 
@@ -92,15 +90,15 @@ def over(
     spread: bool = False,
     status: str = "status",
 ) -> Series:
-    """Return the series of a value's mean over a column, without rows that lack either.
+    """Return a series: the mean of a value for each number in a column.
 
     Args:
         rows: the rows of one series.
-        x_column: name of the column.
-        value: returns the value of a row, in the unit of the chart.
-        name, look: name and look of the series.
-        spread: show the standard deviation of several values.
-        status: column with the reason of a missing value; out of memory counts as a failure.
+        x_column: the column; rows without a number in it are skipped.
+        value: returns the value of a row in the unit of the chart; None if missing.
+        name, look: name and style of the series.
+        spread: show the standard deviation where there are several values.
+        status: column with the reason of a missing value; only out of memory is shown.
     """
     groups: dict[float, list[float]] = {}
     failed: dict[float, str] = {}
@@ -137,7 +135,7 @@ def accuracy_column(rows: Sequence[Row]) -> str:
 
 
 def looks_of(rows: Sequence[Row]) -> dict[tuple, SeriesStyle]:
-    """Return the look of each attention and form: the color shows the attention, dash and marker
+    """Return the style of each attention and form: the color shows the attention, dash and marker
     show the form.
     """
     attentions = [attention for (attention,) in distinct(rows, "attention")]
@@ -160,7 +158,6 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
 
     def chart(title: str, unit: str, column: str, factor: float, status: str = "") -> Chart:
         accuracy = column.endswith("accuracy")
-        # A form that was measured but not trained has no accuracy of its own.
         own = [row for row in here if trained_itself(row)] if accuracy else here
         series = [
             over(chosen(own, ("attention", "form"), pair), "heads", scaled(column, factor),
@@ -174,15 +171,15 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
     column, seeds = accuracy_column(rows), len(distinct(here, "seed"))
     spread = f", mean and standard deviation of {seeds} seeds" if seeds > 1 else ", one seed"
     images = column.partition("_")[0]
-    speed, memory = f"images per second{batch}", f"peak MiB{batch}"
+    throughput, memory = f"images per second{batch}", f"MiB{batch}"
     return [
         chart("Accuracy", f"% of {images} images{spread}", column, 100),
         chart("Operations of a forward pass", "GFLOP, one image", "flops", 1e-9),
         *(
             chart(f"{what} of {words}", unit, f"{key}_{end}", factor, f"{key}_status")
             for what, unit, end, factor in (
-                ("Speed", speed, "images_per_second", 1),
-                ("Memory", memory, "peak_bytes", 1 / MIB),
+                ("Throughput", throughput, "images_per_second", 1),
+                ("Peak memory", memory, "peak_bytes", 1 / MIB),
             )
             for key, words in (("inference", "inference"), ("training", "training step"))
         ),
@@ -201,7 +198,7 @@ def memory_of(
     Args:
         rows: with the columns of ``visionattn profile``.
         columns: ``above_bytes`` (the memory that the pass adds) and ``peak_bytes``.
-        n1: texts to mark, by image side in pixels.
+        n1: texts of vertical lines, by image side in pixels.
     """
     pairs = [(value_of(row, "px"), value_of(row, "tokens")) for row in rows]
     sizes = dict(sorted((px, tokens) for px, tokens in pairs if px and tokens))
@@ -261,8 +258,7 @@ def size_chart(
         title, unit: title and unit of the chart.
         rows: with the columns of ``visionattn benchmark``.
         value: returns the value of a row, in the unit of the chart; None if missing.
-        names: turns the name of a case into words. On a logarithmic axis the growth of the value
-            follows the name.
+        names: turns the name of a case into words.
         options: further options of the chart.
     """
     axis = {"log_x": 2, "log_y": 10} | options
@@ -273,20 +269,22 @@ def size_chart(
         base, _, form = values[0].partition(" ")
         several = any(row["case"].startswith(f"{base} ") for row in rows)
         look, shape = SeriesStyle.of(count), SHAPES.get(form or "auto" * several, 0)
-        # A name has its color and a form its dash; forms of one name differ in both.
+        # The color shows the operation, and dash and marker show the form. With a single operation,
+        # forms differ in color, too.
         if not differ and any(" " in row["case"] for row in rows):
             look = SeriesStyle(
                 SeriesStyle.of(bases.index((base,))).colour if len(bases) > 1 else shape, shape
             )
         name = ", ".join([names(values[0]), *map(str, values[1:])])
         own = chosen(rows, ("case", *differ), values)
-        line = over(own, "size", lambda row: value(row) or None, name, look)  # 0: too little
+        # 0 is below the resolution of the measurement.
+        line = over(own, "size", lambda row: value(row) or None, name, look)
         if axis["log_x"]:
             name += power("N" if rows[0].get("width") else "px", slope_of(line.x, line.y))
         series.append(replace(line, name=name))
     sizes = sorted({value_of(row, "size") for row in rows})
     if rows[0].get("width"):
-        # Powers of 4 have whole sides in patches of 16 px.
+        # An image of 4^n patches has a whole number of patches per side.
         few = sizes if len(sizes) < 6 else [n for n in sizes if math.sqrt(n).is_integer()]
         sides = {n: f"\n{16 * math.sqrt(n):,.0f} px" for n in few if math.sqrt(n).is_integer()}
         axis |= {"x_ticks": few, "x_texts": [f"{n:,.0f}{sides.get(n, '')}" for n in few]}

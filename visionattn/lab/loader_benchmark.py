@@ -1,7 +1,7 @@
-"""Measure the throughput of the data pipeline (reading, decoding, augmentation and collation) by
-number of workers.
+"""Measure the throughput of the data pipeline for each number of workers.
 
-This module knows no model and no device: it measures the uint8 batches that training would get.
+The pipeline reads, decodes, augments and collates the uint8 batches of a training. There is no
+model and no device.
 """
 
 import re
@@ -34,11 +34,9 @@ COLUMNS |= {
     "rounds": "rounds",
 }
 COUNTED = (
-    "Reading, decoding, augmentation and collation of training images; no model, no copy to "
-    "a device. The start of the workers "
-    "and the first batch of each are not counted. MB/s: the uint8 pixels delivered. Ratio: "
-    "to the first row of the same data and "
-    "size."
+    "Reading, decoding, augmentation and collation of training images, without a model and a copy "
+    "to a device. The start of the workers and the first batch of each do not count. MB/s: uint8 "
+    "pixels. Ratio: images/s relative to the first row of the same data and size."
 )
 OWN_FLAGS = {
     "workers": "--workers",
@@ -78,14 +76,14 @@ class LoaderCase:
 
     @property
     def splits(self) -> Splits:
-        """The images at the size of this case."""
+        """The images, at the size of this case."""
         splits, data = self.source.splits, resolved(self.data)
         spec = replace(splits.spec, img_size=data.img_size, fit=data.fit)
         return replace(splits, spec=replace(spec, max_patches=data.max_patches))
 
     @property
     def size(self) -> str:
-        """The sizes in pixels."""
+        """The image sizes in pixels, as text."""
         data = resolved(self.data)
         sizes = data.img_size_choices or [data.img_size]
         limit = f"{data.max_patches} patches" if data.max_patches else "own"
@@ -98,7 +96,7 @@ class Reading:
 
     images: int
     megabytes: float
-    """Pixels in 10^6 bytes."""
+    """uint8 pixels, in 10^6 bytes."""
     seconds: float
 
 
@@ -106,7 +104,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
     """Find the training images of ``configs/canvas.yaml+augment=none`` or ``folder+root=/data``.
 
     Args:
-        text: the YAML file of a training, or the name of a dataset; options of the data follow,
+        text: the YAML file of a training, or the name of a dataset. Options of the data follow,
             each after a plus sign.
         sizes: image sizes in pixels to check; None: the sizes in the configuration.
 
@@ -124,7 +122,8 @@ def open_source(text: str, sizes: Sequence[int] | None) -> LoaderSource:
             raise ValueError(f"{text}: {name} is set by {OWN_FLAGS[name]}; remove it")
         if not value or (name not in known and not name.startswith("args.")):
             raise ValueError(
-                f"{text}: expected options like augment=none, of {', '.join(known)}; got {option}"
+                f"{text}: expected an option such as augment=none, one of {', '.join(known)}; got "
+                f"{option}"
             )
         argv += [f"--data.{name}={value}"]
     config = parse(TrainConfig, argv)
@@ -169,14 +168,14 @@ def measure_loaders(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Record]:
-    """Return a record for each case from one interleaved run: each round runs every case once, in
-    rotating order.
+    """Measure cases in one interleaved run, and return a record for each.
 
-    The workers of a case run only during its turn. Each turn reads another epoch, because a file
-    read a second time comes from memory.
+    Each round measures every case once, and the order rotates by one from round to round. Workers
+    run only while their case is measured. Each measurement reads another epoch, because files read
+    twice in a row come from the cache of the system.
 
     Args:
-        cases: the cases, of any data.
+        cases: the cases.
         rounds: number of rounds.
         seconds: minimum time measured for each case over all rounds; each round has at least two
             batches per worker.
@@ -187,12 +186,12 @@ def measure_loaders(
     """
     readings: list[list[Reading]] = [[] for _ in cases]
     for turn in range(rounds):
-        for place in range(len(cases)):
-            index = (turn + place) % len(cases)
-            epoch = turn * len(cases) + place
+        for position in range(len(cases)):
+            index = (turn + position) % len(cases)
+            epoch = turn * len(cases) + position
             readings[index].append(read_batches(cases[index], seconds / rounds, epoch, clock))
-    places = [(case.source, case.size) for case in cases]
-    firsts = [places.index(place) for place in places]
+    groups = [(case.source, case.size) for case in cases]
+    firsts = [groups.index(group) for group in groups]
     return [
         record_of(case, own, cases[first], readings[first])
         for case, own, first in zip(cases, readings, firsts, strict=True)
@@ -205,13 +204,13 @@ def read_batches(
     epoch: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Reading:
-    """Read one batch per worker as a warm-up, then measure for ``seconds``, at least two batches
-    per worker. Leave no worker running.
+    """Read one batch per worker as a warm-up, then measure for ``seconds``, and for at least two
+    batches per worker. End the workers.
 
     Args:
         case: the dataset and the settings of its loader.
         seconds: minimum measured time.
-        epoch: the epoch that gives the order of images; the next epochs follow.
+        epoch: the first epoch to read.
         clock: returns seconds.
 
     Raises:
@@ -255,7 +254,12 @@ def open_batches(case: LoaderCase, epoch: int) -> Generator:
 def record_of(
     case: LoaderCase, own: Sequence[Reading], base: LoaderCase, others: Sequence[Reading]
 ) -> Record:
-    """Return a row as plain values, with units in the names and the ratio to ``base``."""
+    """Return the result of a case as plain values, with units in the names.
+
+    Args:
+        case, own: the case and its results.
+        base, others: the case of the ratio and its results.
+    """
     rates = [reading.images / reading.seconds for reading in own]
     record: Record = {"data": case.source.label, "img_size": case.size}
     record |= {"augment": case.data.augment}

@@ -1,8 +1,4 @@
-"""Measure the cost of a callable: time, operations, peak memory, bytes kept for backward.
-
-This module neither trains nor reads data. It counts the operations of models on the meta device,
-without computing them.
-"""
+"""Measure the cost of a callable: time, operations, peak memory, and bytes kept for backward."""
 
 import copy
 import gc
@@ -21,12 +17,12 @@ count_operations()
 
 
 def count_flops(model: nn.Module, height: int, width: int) -> int:
-    """Count the floating point operations (a multiply-add is two) of one forward pass for one image
-    of ``height`` x ``width`` pixels.
+    """Count the floating point operations of a forward pass for an image of ``height`` x ``width``
+    pixels. A multiply-add counts as two.
 
-    The model is unchanged. ``torch.utils.flop_counter`` counts matrix products, convolutions and
-    the operators of this package, but no elementwise work. Attention of form "auto" counts as the
-    form with fewer operations, on any machine.
+    A copy of the model runs on the meta device, without computing. ``torch.utils.flop_counter``
+    counts matrix products, convolutions and the operators of this package, but no elementwise work.
+    Attention of form "auto" counts as the form with fewer operations.
     """
     model = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, model.patch_embed.proj.in_channels, height, width, device="meta")
@@ -37,14 +33,14 @@ def count_flops(model: nn.Module, height: int, width: int) -> int:
 def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -> int:
     """Return the peak memory in bytes while ``work()`` runs, above the level just before it.
 
-    On a GPU this is the memory that PyTorch's allocator handed out. On a CPU it is the resident
-    memory of the process, whose peak only Linux can reset. On a CPU, call this in a fresh process,
-    because reuse of memory freed earlier is invisible. Call ``work()`` once before, because
-    libraries keep buffers and code from their first call at a size (about 2 MiB per thread on an
-    AMD EPYC).
+    On a GPU this is the memory that PyTorch's allocator hands out. On a CPU it is the resident
+    memory of the process, whose peak only Linux can reset. There, call this in a fresh process,
+    because reuse of memory that was freed earlier does not raise the peak. Call ``work()`` once
+    before: libraries keep buffers and code from their first call at a size, about 2 MiB per thread
+    on an AMD EPYC.
 
     Raises:
-        NotImplementedError: CPU on another system than Linux.
+        FileNotFoundError: a CPU, on another system than Linux.
     """
     if torch.device(device).type == "cuda":
         gc.collect()
@@ -57,13 +53,11 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes("VmRSS")
     work()
-    return max(0, resident_bytes("VmHWM") - before)  # the system counts pages in batches
+    return max(0, resident_bytes("VmHWM") - before)  # Linux updates the counts in batches
 
 
 def flops_of(work: Callable[[], object]) -> int:
-    """Count the floating point operations of ``work()`` as ``count_flops`` does, also on the meta
-    device.
-    """
+    """Count the floating point operations of ``work()``, as described at ``count_flops``."""
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops()
@@ -81,13 +75,13 @@ SDPA_BACKENDS = {
 
 
 def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
-    """Return the attention implementations that ran within ``work()``, as seen by a profiler;
-    sorted, empty if none ran.
+    """Return the attention implementations that run within ``work()``, found by a profiler. They
+    are sorted.
 
     Operations of this package are named with their form ("taylorshift efficient", "kernelized
     direct", "kernelized causal efficient"), followed by "triton" if GPU kernels ran. PyTorch's are
-    "sdpa flash", "sdpa memory-efficient", "sdpa cudnn", "sdpa math". "eager softmax" is a softmax
-    outside of all of these.
+    "sdpa flash", "sdpa memory-efficient", "sdpa cudnn", "sdpa math". "eager softmax" is any other
+    softmax.
     """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
@@ -102,10 +96,10 @@ def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
 
 
 def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ()) -> int:
-    """Return the bytes that autograd saves for the backward pass of the result of ``work()``. Each
-    storage counts once and in full.
+    """Return the bytes that autograd saves in ``work()`` for the backward pass of its result.
 
-    Saved inputs count; storages of ``without`` (parameters, for example) do not.
+    Each storage counts once and in full. Saved inputs count; storages of ``without``, such as
+    parameters, do not.
     """
     known = {tensor.untyped_storage().data_ptr() for tensor in without}
     saved: dict[int, int] = {}
@@ -147,9 +141,10 @@ def interleaved_seconds(
     device: torch.device | str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the seconds per call of each work, measured interleaved: ``[works][rounds]``.
+    """Measure callables in interleaved rounds, and return their seconds per call as
+    ``[works][rounds]``.
 
-    Each round samples every work once, and the order rotates by one from round to round, so that a
+    Each round samples every callable once, and the order rotates by one from round to round. So a
     temporary slowdown of the machine affects all alike. A sample is the mean over the calls that
     fill ``sample_seconds``.
 
@@ -158,10 +153,10 @@ def interleaved_seconds(
         warm_seconds: the result of ``warm_up`` for each.
         rounds: minimum rounds.
         max_rounds: maximum rounds.
-        seconds_per_work: time for each work, within which more than ``rounds`` rounds are measured.
+        seconds_per_work: time for each callable. More than ``rounds`` rounds run if they fit.
         sample_seconds: minimum length of a sample.
-        device: where the works run; a GPU is timed by events.
-        clock: returns seconds; used on other devices.
+        device: where they run; a GPU is timed by events.
+        clock: returns seconds, for other devices.
     """
     repeats = [max(1, round(sample_seconds / max(seconds, 1e-7))) for seconds in warm_seconds]
     per_round = sum(n * seconds for n, seconds in zip(repeats, warm_seconds, strict=True))

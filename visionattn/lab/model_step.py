@@ -1,9 +1,8 @@
-"""Run a pass over a batch for measurements (inference, forward and backward, or a training step),
-and count the bytes of its parts. This module knows nothing of processes and peak memory.
+"""Run a pass over a batch for measurements, and count the bytes of its parts. A pass is inference,
+forward and backward, or a training step.
 
-Parameters, gradients and optimizer state are the exact bytes of their tensors. The gradient of the
-class token is a view that keeps the gradient of all tokens in memory. So gradients take more than
-parameters and grow with the image.
+Gradients take more bytes than parameters and grow with the image: the gradient of the class token
+is a view that keeps the gradient of all tokens in memory.
 """
 
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ class ModelStep:
     """A model with the images, labels and optimizer of a pass.
 
     A training step is the step of ``visionattn train``: forward, loss, backward, clipping and
-    update, without loading, mixing and averages. Labels are random.
+    update, without data loading, mixup and weight averages. Labels are random.
 
     Args:
         model: on its device; a pass with a backward switches it to ``train`` mode.
@@ -52,7 +51,7 @@ class ModelStep:
         self.step = OptimizerStep(model, optim or OptimConfig(), device, amp, initial_scale=1.0)
 
     def place(self, images: Tensor) -> None:
-        """Set the images, which are on the device, and draw their labels."""
+        """Set the images, which are on the device, and draw random labels."""
         self.images, generator = images, torch.Generator().manual_seed(images.shape[-1])
         labels = torch.randint(self.model.num_classes, (len(images),), generator=generator)
         self.labels = labels.to(self.device)
@@ -96,7 +95,7 @@ class ModelStep:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of tensors. Each storage counts once and in full, because a
-    view keeps all of it in memory.
+    view keeps its whole storage in memory.
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

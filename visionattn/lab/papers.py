@@ -1,5 +1,5 @@
-"""Measure the figures of the papers on this machine: each writes a PNG and a CSV, and prints its
-table. ``docs/figures/redraw.py`` redraws them from their CSV files.
+"""Measure and draw the figures of the papers on this machine. Each figure is a PNG, a CSV and a
+printed table. ``docs/figures/redraw.py`` redraws the PNG from the CSV.
 """
 
 import math
@@ -20,6 +20,7 @@ from visionattn.lab.case_comparison import (
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Mark, Series, SeriesStyle, png
 from visionattn.lab.figures import MIB, SHAPES, chosen, distinct, scaled, size_chart, value_of
+from visionattn.ops.published_costs import N0, N1
 
 Print = Callable[[str], None]
 PLAN = MeasurementPlan(rounds=5, seconds=0.5, max_rounds=15)
@@ -34,8 +35,8 @@ PUBLISHED_HEADS = {
     32: (2528, 4187, 14087, 397),
     64: (1235, 8291, 13480, 125),
 }
-"""Published head-count table of TaylorShift: images/s and MiB of the direct form, then of the
-efficient form, for width 256, 1024 tokens and batch 16 on the authors' GPU.
+"""Published table of TaylorShift by number of heads: images/s and MiB of the direct form, then of
+the efficient form. Width 256, 1024 tokens, batch 16, on the authors' GPU.
 """
 
 
@@ -45,12 +46,13 @@ class Figure:
 
     title: str
     cases: Callable[[bool], Iterator[list[Case]]]
-    """Yields the cases to measure together, size by size; only few small ones if called with True.
+    """Yields lists of cases to measure together, by size. Called with True, it yields a few small
+    sizes.
     """
     charts: Callable[[Sequence[Record]], list[Chart]]
     """Makes the charts from the rows of the CSV."""
     table: Callable[[Sequence[Record]], list[Record]] | None = None
-    """Makes a second table; a figure with one also measures memory."""
+    """Makes a second table. A figure with a second table also measures memory."""
     plan: Callable[[int], MeasurementPlan] = lambda size: PLAN
     """Returns the plan for the cases of a size."""
 
@@ -65,8 +67,7 @@ def redraw(
     quick: bool = False,
     processor_time: bool = False,
 ) -> None:
-    """Measure and draw a figure: write ``<name>.png`` and ``<name>.csv`` to ``folder``, and print
-    its table.
+    """Measure a figure, write ``<name>.png`` and ``<name>.csv`` to ``folder``, and print its table.
 
     The CSV is written after each size, so a stopped run keeps its measurements.
 
@@ -76,7 +77,7 @@ def redraw(
         name: name of the files.
         provenance: provenance for the CSV and the PNG.
         show: gets the table line by line.
-        quick: measure few small sizes.
+        quick: measure a few small sizes.
         processor_time: as in ``MeasurementPlan``; the CSV and the PNG say so.
     """
     records: list[Record] = []
@@ -84,10 +85,10 @@ def redraw(
         provenance = provenance | {"device": f"{provenance['device']}, {PROCESSOR_TIME}"}
     show(heading(list(COLUMNS)))
     for group in figure.cases(quick):
-        compared = figure.table is not None
+        has_table = figure.table is not None
         plan = QUICK if quick else figure.plan(group[0].size)
-        plan = replace(plan, memory=compared, processor_time=processor_time)
-        for row in measure_together(group, plan, group[0].label if compared else None):
+        plan = replace(plan, memory=has_table, processor_time=processor_time)
+        for row in measure_together(group, plan, group[0].label if has_table else None):
             records.append(record_of(row))
             show(line(cells_of(records[-1], COLUMNS)))
         write_text(folder / f"{name}.csv", csv_text(records, provenance))
@@ -120,13 +121,11 @@ def images_per_second(row: Record) -> float | None:
     return float(row["batch"]) / seconds if seconds else None
 
 
-# crossover: number of tokens from which the efficient form of TaylorShift is faster and smaller
+# crossover: number of tokens from which the efficient form of TaylorShift needs less time or memory
 
 
 def crossover_cases(quick: bool) -> Iterator[list[Case]]:
-    """Yield both forms of one head, for N around the published crossover of each width."""
-    from visionattn.ops.published_costs import N0
-
+    """Yield both forms at numbers of tokens around the published crossover, for each width."""
     for width in (8, 16) if quick else (8, 16, 32, 64):
         middle = round(math.log2(N0(width)))
         powers = (7, 8) if quick else range(max(5, middle - 4), min(15, middle + 5))
@@ -137,8 +136,8 @@ def crossover_cases(quick: bool) -> Iterator[list[Case]]:
 
 
 def crossing(rows: Sequence[Record], value: Callable[[Record], float | None]) -> float | str:
-    """Return the size from which the direct form always has the larger value, by log-log
-    interpolation between sizes; without a crossover, return a text that says so.
+    """Return the size from which the direct form always has the larger value, or a text if there is
+    none. The size is interpolated between measured sizes, on logarithmic axes.
     """
     found = {(int(row["size"]), row["case"].split()[-1]): value(row) for row in rows}
     sizes = sorted({n for n, _ in found if all(found.get((n, form)) for form in FORMS)})
@@ -158,8 +157,6 @@ def crossings(rows: Sequence[Record]) -> list[Record]:
     """Return, for each width, the measured crossovers in time and in memory, next to the published
     N0 and N1.
     """
-    from visionattn.ops.published_costs import N0, N1
-
     table = []
     for (width,) in distinct(rows, "width"):
         record, own = {"d": width}, chosen(rows, ["width"], [width])
@@ -175,11 +172,9 @@ def crossings(rows: Sequence[Record]) -> list[Record]:
 
 
 def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Return charts of time, then of memory of both forms, one for each width, with lines at the
-    measured and the published crossover. Widths with memory at fewer than two sizes are left out.
+    """Return charts of time, then of memory: one for each width, with both forms and lines at the
+    measured and the published crossover. Widths with fewer than two sizes are left out.
     """
-    from visionattn.ops.published_costs import N0, N1
-
     charts = []
     for what, unit, value, published in (
         ("time of a forward pass", "milliseconds", milliseconds_of, N0),
@@ -211,11 +206,11 @@ WORDS = {
     "causal": "causal",
     "flat": "with relative position",
 }
-"""Operations and their options in words; options without words are omitted."""
+"""Words for operations and their options; other options are left out."""
 
 
 def words_of(case: str) -> str:
-    """Return the operation, options and form of a case in words."""
+    """Return a case in words: its operation, options and form."""
     names, _, form = case.partition(" ")
     if not form and names not in ("sdpa", "eager"):
         form = "automatic form"
@@ -225,13 +220,13 @@ def words_of(case: str) -> str:
 def scaleformer(
     title: str, names: dict[str, Sequence[str]], width: int, heads: int, **largest: int
 ) -> Figure:
-    """Return a figure of time over N, with the growth exponent: 1 is linear, 2 quadratic.
+    """Return a figure of time over N with its growth exponent: 1 is linear, 2 is quadratic.
 
     Args:
         title: title of the figure.
         names: operations, with the forms of each.
         width, heads: head dimension and number of heads.
-        largest: the most tokens for a name or a form.
+        largest: the maximum number of tokens of an operation or a form.
     """
 
     def cases(quick: bool) -> Iterator[list[Case]]:
@@ -254,8 +249,8 @@ CHOSEN = ("efficient", "auto")
 """The efficient form, and the form chosen by size, as in the paper."""
 
 
-# taylorshift-heads: more heads make the efficient form faster and smaller, the direct form slower
-# and larger
+# taylorshift-heads: with more heads, the efficient form needs less time and memory, and the direct
+# form needs more
 
 
 def heads_cases(quick: bool) -> Iterator[list[Case]]:
@@ -269,9 +264,7 @@ HEADS_VALUES = {"images/s": images_per_second, "MiB": mebibytes_of}
 
 
 def heads_table(rows: Sequence[Record]) -> list[Record]:
-    """Return the table of measured and published figures by number of heads; None for a missing
-    measurement.
-    """
+    """Return the measured and published values by number of heads; None for missing ones."""
     table: dict[int, Record] = {}
     for row in rows:
         heads, form = row["case"].partition("heads=")[2].split()

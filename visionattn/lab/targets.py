@@ -1,7 +1,7 @@
-"""Define and measure the performance targets on two cores in float32, for six heads and one image.
+"""Define and measure the performance targets of a CPU: two cores, float32, six heads, one image.
 ``gpu/gpu_rows.py`` has the targets of a GPU.
 
-Every ratio is measured within one interleaved run, which targets of one size share.
+Targets of one size are measured in one interleaved run.
 """
 
 import re
@@ -26,7 +26,7 @@ COLUMNS = {name: name for name in ("what", "at", "reach", "measured", "low", "hi
 COLUMNS |= {"time": "seconds", "baseline time": "baseline_seconds", "rounds": "rounds"}
 PLAN = MeasurementPlan(rounds=5, seconds=2.0, memory=False, counts=False)
 MODEL_PLAN = MeasurementPlan(rounds=5, seconds=0.0, memory=False, counts=False)
-"""The plan for operations and models."""
+"""The plans for operations and for models."""
 TIMM = "vit_small_patch16_224"
 
 
@@ -36,25 +36,25 @@ class Target:
 
     what: str
     at: str
-    """The size, in words."""
+    """The size as text."""
     case: Case
     most: float | None
     """Upper limit of the value; None: only for comparison."""
     baseline: Case | None = None
-    """The baseline of the ratio of times."""
+    """The baseline, if the value is a ratio of times."""
     measure: Callable[[Case], float] | None = None
-    """Measures the value, if it is not a ratio of times."""
+    """Measures any other value."""
     least: float = 0.0
     """Lower limit of the value."""
 
     @property
     def name(self) -> str:
-        """The text that ``--only`` searches."""
+        """The text that the regular expression of ``--only`` searches."""
         return f"{self.what} {self.at}"
 
     @property
     def reach(self) -> str:
-        """The limits in words."""
+        """The limits as text."""
         if self.most is None:
             return "-"
         return f"{self.least:g} to {self.most:g}" if self.least else f"{self.most:g}"
@@ -67,17 +67,15 @@ class Target:
 
 
 def memory_over_inputs(case: Case) -> float:
-    """Return the peak memory of a forward above its inputs and output, divided by the total size of
-    q, k and v.
+    """Return the peak memory of a forward above its inputs and output, divided by the bytes of q, k
+    and v.
     """
     tensors = build(case, "meta").tensors
     return (case_peak_bytes(case) - tensors["v"].nbytes) / sum(tensors[x].nbytes for x in "qkv")
 
 
 def growth_of_bytes_kept(case: Case) -> float:
-    """Return the ratio of the bytes kept for backward at twice the tokens of the case to the bytes
-    at its tokens.
-    """
+    """Return the factor by which the bytes kept for backward grow when the tokens double."""
     return case_bytes_kept(replace(case, size=2 * case.size)) / case_bytes_kept(case)
 
 
@@ -85,8 +83,8 @@ def targets() -> list[Target]:
     """Return the targets of a CPU, in order."""
     memory = "memory above inputs and output, efficient TaylorShift forward / size of q, k, v"
     case = operation("taylorshift", 65536)
-    one = Target(memory, place_of(case), case, 1.0, measure=memory_over_inputs)
-    return [*_operations(), one, *_models(), *_kept()]
+    memory_target = Target(memory, place_of(case), case, 1.0, measure=memory_over_inputs)
+    return [*_operations(), memory_target, *_models(), *_kept()]
 
 
 def operation(name: str, tokens: int, form: str = "efficient", width: int = 64, **more) -> Case:
@@ -95,7 +93,7 @@ def operation(name: str, tokens: int, form: str = "efficient", width: int = 64, 
 
 
 def place_of(case: Case) -> str:
-    """Return the size of an operation in words."""
+    """Return the size of an operation as text."""
     return f"N = {case.size}, d = {case.width}"
 
 
@@ -179,17 +177,17 @@ def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
 def measure_targets(
     chosen: Sequence[Target], plan: MeasurementPlan | None = None
 ) -> Iterator[Record]:
-    """Measure targets and yield each record when ready; records of one interleaved run follow each
-    other.
+    """Measure targets, and yield each record when ready. Targets of one interleaved run come
+    together.
 
     Args:
         chosen: some of ``targets()``.
-        plan: the plan of the measurement; None: chosen by size.
+        plan: how to measure; None: chosen by size.
     """
     done = set()
     for target in chosen:
         if target.measure is not None:
-            yield _measure_figure(target)
+            yield _measure_value(target)
         elif target.case.place not in done:
             done.add(target.case.place)
             pairs = [
@@ -205,7 +203,7 @@ def measure_targets(
 
 
 def plan_of(case: Case) -> MeasurementPlan:
-    """Return the plan for the cases of a size: fewer rounds if a forward takes seconds."""
+    """Return the plan for the size of a case, with fewer rounds if a forward takes seconds."""
     if case.kind == "operation":
         return PLAN
     return MODEL_PLAN if case.size <= 1024 else replace(MODEL_PLAN, rounds=3)
@@ -224,8 +222,8 @@ def _ratio_record(target: Target, row: CaseResult, base: CaseResult) -> Record:
     return record | {"baseline_seconds": others, "rounds": len(row.samples)}
 
 
-def _measure_figure(target: Target) -> Record:
-    """Return the record of a figure that is not a ratio of times."""
+def _measure_value(target: Target) -> Record:
+    """Measure a value that is not a ratio of times, and return its record."""
     row, value = CaseResult(target.case), None
     with status_of(row):
         row.status = check_case(target.case) or "ok"

@@ -98,12 +98,12 @@ def create(
             other tasks are ``PatchClassifier``.
 
     Raises:
-        ValueError: the model does not support the task (see ``Segmenter``), has more than
-            ``MOST_BLOCKS`` blocks, or refuses its arguments.
+        ValueError: the model does not support the task (see ``Segmenter``), has no or too
+            many blocks, or refuses its arguments.
     """
     depth = args.get("depth")
-    if isinstance(depth, int) and depth > MOST_BLOCKS:  # building them would take hours
-        raise ValueError(f"depth must be at most {MOST_BLOCKS:,}, got {depth:,}; use fewer blocks")
+    if isinstance(depth, int) and not 1 <= depth <= MOST_BLOCKS:  # more would take hours to build
+        raise ValueError(f"depth must be from 1 to {MOST_BLOCKS:,}, got {depth:,}")
     if (task == "generate") != (name in WRITERS):
         wrong = "generates no images; pass --model.name pixel_decoder"
         if name in WRITERS:

@@ -1,1 +1,1 @@
-"""Measure on a GPU: ``make gpu``, ``visionattn benchmark gpu``, and the tuning of launches."""
+"""Measure on a GPU: ``make gpu``, ``visionattn benchmark gpu``, and tuning of kernel launches."""

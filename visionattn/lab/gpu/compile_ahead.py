@@ -1,8 +1,8 @@
 """Prepare the tests and the table of ``make gpu``: check one kernel, then compile all kernels and
 model blocks, with one process per core.
 
-Launches only compile here and run nothing. Compiled code goes to the disk caches of Triton and
-``torch.compile``, where later processes find it.
+Here a launch compiles its kernel and does not run it. The disk caches of Triton and
+``torch.compile`` pass the compiled code to later processes.
 """
 
 import argparse
@@ -31,18 +31,18 @@ SOME_TESTS = [
     for name in ("kernelized", "direct", "efficient")
     for dtype in ("bfloat16", "float16 and not bfloat16", "float32")
 ]
-"""Groups of tests, as arguments of pytest's ``-k``; one process for each."""
+"""Groups of tests, as arguments of pytest's ``-k``. A process compiles one group at a time."""
 
 
 def first_kernel(rehearse: bool) -> str | None:
-    """Check the first kernel; return its error as one line, or None."""
+    """Check the first kernel; return the error as one line, or None."""
     try:
         bench = make_bench(rehearse)
         print(", ".join(f"{name} {value}" for name, value in describe(bench).items()), flush=True)
         case = small_case(FIRST) if rehearse else FIRST
         tensors = draw(case, bench)
         status, error = check(case, tensors, expected_of(case, tensors, bench), bench)
-    except Exception as failure:  # errors of compilers and drivers share no base class
+    except Exception as failure:  # exceptions of compilers and drivers share no base class
         return f"the first kernel does not run: {in_words(failure)}"
     return None if status == "ok" else f"the first kernel is {status} (largest error {error:.1e})"
 
@@ -61,14 +61,14 @@ def compile_work(work: GpuRow | str, rehearse: bool) -> str | None:
                 _walk_tests(work)
             else:
                 _run_row(work, rehearse)
-    except Exception as error:  # tests and table will show its effect
+    except Exception as error:  # the tests and the table will fail with it, too
         named = work if isinstance(work, str) else work.name
         return f"not compiled ahead: {named}: {in_words(error)}"
     return None
 
 
 def _walk_tests(some: str) -> None:
-    """Run tests silently; they fail, because kernels are compiled but not launched."""
+    """Run tests without output. They fail, because their kernels do not run."""
     import pytest
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -104,13 +104,13 @@ def main(argv: Sequence[str]) -> int:
     works: list[GpuRow | str] = [row for row in rows if row.case.kind == "model"]
     works += [] if flags.rehearse else SOME_TESTS
     works += [row for row in rows if row.case.kind == "operation"]
-    given = partial(compile_work, rehearse=flags.rehearse)
+    compile_one = partial(compile_work, rehearse=flags.rehearse)
     if flags.rehearse:
-        failed = [why for why in map(given, works) if why]
+        failed = [why for why in map(compile_one, works) if why]
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         with get_context("spawn").Pool(cores) as pool:
-            failed = [why for why in pool.imap_unordered(given, works, chunksize=1) if why]
+            failed = [why for why in pool.imap_unordered(compile_one, works, chunksize=1) if why]
     print("\n".join([*failed, f"{len(works)} works compiled in {time.monotonic() - began:.0f} s"]))
     return 1 if failed else 0
 

@@ -1,9 +1,9 @@
-"""Check and time models on a GPU: inference, one large image, a training step. Compare them with
-timm's ViT with SDPA and with the same network without attention (the identity).
+"""Check and time models on a GPU: inference, one large image, a training step. The baselines are
+timm's ViT with SDPA, and the same network without attention (the identity).
 
-``torch.compile`` compiles block by block, so that twelve equal blocks are compiled once. Each timed
-model is first compared with the same model in float32 with PyTorch's operations. Its error may be
-twice the error of PyTorch's operations in the dtype of the model.
+``torch.compile`` compiles block by block, so that twelve equal blocks are compiled once. Before a
+model is timed, it is compared with the same model with PyTorch's operations in float32. The allowed
+error is twice the error of PyTorch's operations in the dtype of the model.
 """
 
 import copy
@@ -32,13 +32,11 @@ from visionattn.training.config import OptimConfig
 CHECK_DEPTH = 2
 """Number of blocks to check; all are alike."""
 LARGE = 2**26
-"""From this number of pixels on, a model runs without CUDA graph and compiled blocks."""
+"""From this number of pixels on, blocks of a model are not compiled."""
 
 
 def make_model(case: Case, bench: Bench, name: str | None = None) -> nn.Module:
-    """Build the model of the case, or the model ``name`` for the same images, with seeded weights.
-    timm's models are built for the image size.
-    """
+    """Build the model of the case, or the model ``name`` for its images, with seeded weights."""
     case = replace(case, name=name or case.name)
     args = {} if is_ours(case.base) else {"img_size": case.image_size}
     model = compared_models.build_model(case, str(bench.device), **args)
@@ -69,8 +67,10 @@ def infer(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def gradients_of(model: nn.Module, images: Tensor, upstream: Tensor, amp: str) -> dict[str, Tensor]:
-    """Return the gradients for ``upstream [B, N, D]`` of the features. Gradients of the same
-    parameter in all blocks form one entry.
+    """Return the gradients of all parameters, given the gradient ``upstream [B, N, D]`` of the
+    features.
+
+    Gradients of the same parameter in all blocks form one entry.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with autocast(images.device, amp):
@@ -87,24 +87,26 @@ def gradients_of(model: nn.Module, images: Tensor, upstream: Tensor, amp: str) -
 
 
 def features_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Return the tokens of one image before the head."""
+    """Return the features of one image: its tokens before the head."""
     with torch.inference_mode():
         return {"features": model.forward_features(images[:1])}
 
 
 def check_model(case: Case, images: Tensor, bench: Bench) -> Record:
-    """Compare the first blocks of a model with eager operations, in the same dtype and in float32:
-    the tokens of one image, or all gradients for training. Fail if no kernel is launched.
+    """Compare the first blocks of a model with eager operations, in the same dtype and in float32.
+
+    Features of one image are compared or, for training, all gradients. The status of the record
+    says if no kernel was launched.
     """
     model = make_model(replace(case, depth=min(CHECK_DEPTH, case.depth or CHECK_DEPTH)), bench)
     plain = copy.deepcopy(model)
     compared_models.set_impl(plain, "eager")
     exact = copy.deepcopy(plain).float()
-    given: Callable[..., dict[str, Tensor]] = features_of
+    results_of: Callable[..., dict[str, Tensor]] = features_of
     if case.backward:
         images = images[:1]
         upstream = torch.randn_like(features_of(plain, images)["features"])
-        given = partial(gradients_of, upstream=upstream, amp=case.amp)
+        results_of = partial(gradients_of, upstream=upstream, amp=case.amp)
     model = compiled(model, case, bench)
     names: list[str] = []
 
@@ -113,24 +115,25 @@ def check_model(case: Case, images: Tensor, bench: Bench) -> Record:
         launch_one(kernel, *args, **meta)
 
     with launching_with(run=counted):
-        actual = given(model, images)
-    beside = given(plain, images)
+        actual = results_of(model, images)
+    eager = results_of(plain, images)
     if case.backward:
-        given = partial(gradients_of, upstream=upstream, amp="none")
-    expected = given(exact, images.float())
-    errors, eager = errors_of(actual, expected), errors_of(beside, expected)
+        results_of = partial(gradients_of, upstream=upstream, amp="none")
+    expected = results_of(exact, images.float())
+    errors, eager_errors = errors_of(actual, expected), errors_of(eager, expected)
     record: Record = {"status": "ok", "error": max(errors.values())}
-    if beyond := beyond_eager(errors, eager):
+    if beyond := beyond_eager(errors, eager_errors):
         name = beyond[0]
-        record["status"] = f"wrong: error {errors[name]:.1e} of {name}, eager's {eager[name]:.1e}"
+        both = f"error {errors[name]:.1e} of {name}, eager's {eager_errors[name]:.1e}"
+        record["status"] = f"wrong: {both}"
     elif not names:
         record["status"] = "failed: no kernel ran, these are eager operations"
     return record
 
 
 def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -> Call:
-    """Return a call of one inference, or of one training step as in ``visionattn train``, for the
-    model of the case or the model ``name``.
+    """Return a function that runs inference or a training step with the model of the case, or with
+    the model ``name``.
     """
     model = compiled(make_model(case, bench, name), case, bench)
     if not case.update:
@@ -142,8 +145,8 @@ def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -
 
 
 def measure_model(row: GpuRow, bench: Bench) -> Record:
-    """Check the model, then time it and the models to compare with. Training steps and large images
-    run without CUDA graph, and their peak memory is measured.
+    """Check the model, then time it and its baselines. Training steps and the large image run
+    without a CUDA graph, and their peak memory is measured.
     """
     case, images = row.case, make_images(row.case, bench)
     fresh_memory()

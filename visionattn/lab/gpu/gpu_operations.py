@@ -1,5 +1,7 @@
-"""Check operations on a GPU against PyTorch's operations in float64, which the tests compare with
-the definition; then time them next to SDPA, FlashAttention and eager operations.
+"""Check operations on a GPU, then time them next to SDPA, FlashAttention and eager operations.
+
+The expected results come from PyTorch's operations in float64, which tests compare with the
+definition.
 """
 
 import warnings
@@ -37,9 +39,11 @@ class Bench:
 
 
 def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
-    """Draw random inputs by name: q, k, v ``[B, h, N, d]`` in the memory layout of a model's
-    projection, the inputs of the options, and ``grad``, the gradient of the result. v has
-    ``value_width`` channels.
+    """Draw random inputs by name: q, k, v ``[B, h, N, d]``, the inputs of the options, and
+    ``grad``, the gradient of the result.
+
+    q, k and v have the memory layout of a model's projection. ``value_width`` changes the channels
+    of v.
     """
     options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
     shape, e = (case.batch, case.size), value_width or case.width
@@ -53,8 +57,8 @@ def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, 
 def call_of(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
 ) -> Callable[[], dict[str, Tensor]]:
-    """Return a call of the forward, or of forward and backward, on these inputs. It returns the
-    result and the gradients by name.
+    """Return a function without arguments that runs the forward or, with ``backward``, also the
+    backward. It returns the result and the gradients by name.
     """
     inputs = {name: x.detach() for name, x in tensors.items() if name != "grad"}
     if not backward:
@@ -70,8 +74,8 @@ def call_of(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN in this context, so that values a kernel fails to write are not
-    right by chance from an earlier run.
+    """Fill new memory with NaN in this context. Otherwise a value that a kernel fails to write
+    could be right by chance, left by an earlier run.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about non-deterministic operators
@@ -97,7 +101,9 @@ def expected_of(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[st
 def check(
     case: Case, tensors: dict[str, Tensor], expected: dict[str, Tensor], bench: Bench
 ) -> tuple[str, float]:
-    """Check the kernels on these inputs; return "ok" or the reason, and the largest error."""
+    """Check the kernels on these inputs; return the status ("ok" or a reason) and the largest
+    error.
+    """
     with poisoned_memory():
         found = call_of(operation_of(case, bench), tensors, case.backward)()
     errors = errors_of(found, expected)
@@ -113,7 +119,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def measure_operation(row: GpuRow, bench: Bench) -> Record:
     """Check the kernels, then time them, softmax attention and eager operations.
 
-    If one of the others cannot run, for lack of memory for example, its reason replaces its time.
+    If a baseline cannot run, for example for lack of memory, the reason replaces its time.
     """
     case, tensors = row.case, draw(row.case, bench)
     status, error = check(case, tensors, expected_of(case, tensors, bench), bench)

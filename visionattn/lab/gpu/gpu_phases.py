@@ -1,9 +1,9 @@
 """Run ``make gpu OUT=folder``: check and measure the kernels on this GPU within ten minutes.
 
-The phases are compilation, tests and the table. Each is a process with a time limit. The next phase
-starts whatever happened before, unless the first kernel is wrong. All output also goes to
+The phases are compilation, tests and the table. Each is a process with a time limit. A phase that
+fails does not stop the next one, unless the first kernel is wrong. All output also goes to
 ``OUT/log.txt``, and each row to ``OUT/rows.jsonl`` when ready. The output ends with a summary of
-both files, also after an interrupted run.
+both files, also after Ctrl-C.
 """
 
 import argparse
@@ -28,9 +28,10 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ("torch", "triton", "timm", "einops", "pytest")
 WRITTEN = ("log.txt", "rows.jsonl", "summary.txt")
 SECONDS, REHEARSAL_SECONDS = 580, 1800
-"""Time limits of all phases together: a little less than ten minutes, and for a rehearsal."""
+"""Time limits of all phases together: on a GPU a little less than ten minutes, and in a rehearsal.
+"""
 LAST_ROW = 40
-"""No row starts within this many seconds before the end."""
+"""Seconds before the end in which no row starts."""
 PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "-W", "default")
 REHEARSED_TESTS = ("-m", "not gpu", "-k", "grids_that_cuda_does_not_launch")
 MOST_LINES, MOST_COLUMNS = 60, 190
@@ -40,7 +41,9 @@ TEST = re.compile(r"^(tests/\S+\.py)::(.*) (PASSED|FAILED|ERROR|SKIPPED)\b", re.
 
 
 def phases(out: Path, only: str | None, rehearse: bool) -> list[tuple[str, list[str], float]]:
-    """Return name and command of each phase, and the share of the total time at which it ends."""
+    """Return the name and the command of each phase, and the share of the total time by which it
+    ends.
+    """
     module = [sys.executable, "-u", "-m"]
     own = ["--rehearse"] * rehearse + (["--only", only] if only else [])
     tests = REHEARSED_TESTS if rehearse else ("-m", "gpu")
@@ -53,14 +56,16 @@ def phases(out: Path, only: str | None, rehearse: bool) -> list[tuple[str, list[
 
 
 def run_phase(command: Sequence[str], seconds: float, rehearse: bool, say: Callable) -> int:
-    """Run a process and repeat its output; kill it and its children after ``seconds``. Return its
-    exit code, negative if killed.
+    """Run a process and pass its output to ``say``; kill it and its children after ``seconds``.
+
+    Return the exit code, which is negative if the process was killed.
     """
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "2"}
-    given |= {"TRITON_INTERPRET": "1"} if rehearse else {}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "2"}
+    environment |= {"TRITON_INTERPRET": "1"} if rehearse else {}
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    with subprocess.Popen(command, cwd=ROOT, env=given, process_group=0, **options) as process:
+    options |= dict(cwd=ROOT, env=environment, process_group=0)
+    with subprocess.Popen(command, **options) as process:
 
         def end() -> None:
             with suppress(ProcessLookupError):
@@ -80,7 +85,7 @@ def run_phase(command: Sequence[str], seconds: float, rehearse: bool, say: Calla
 def run_all(
     out: Path, seconds: float, only: str | None, rehearse: bool, say: Callable[[str], None]
 ) -> list[tuple[str, bool]]:
-    """Run the phases in order; return for each how it ended, in words, and whether it succeeded."""
+    """Run the phases in order; return the outcome of each as text, and whether it succeeded."""
     began, ended = time.monotonic(), []
     for name, command, share in phases(out, only, rehearse):
         now = time.monotonic() - began
@@ -102,7 +107,7 @@ def run_all(
 
 
 def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the summary, and whether tests passed, none failed, and no row is wrong."""
+    """Return the summary, and whether some tests passed, none failed, and no row is wrong."""
     tests, tests_good = tests_lines((out / "log.txt").read_text(errors="replace"))
     rows = read_lines(out / "rows.jsonl") if (out / "rows.jsonl").exists() else []
     about = next((row for row in rows if row["kind"] == "provenance"), {})
@@ -118,14 +123,14 @@ def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def tests_lines(log: str) -> tuple[list[str], bool]:
-    """Return lines with the number of passed tests and the first failures, read from pytest's
-    output, and whether the tests succeeded.
+    """Read pytest's output. Return lines with the counts of outcomes and the first failures, and
+    whether the tests succeeded.
     """
     found = TEST.findall(log)
     counts = Counter(outcome.lower() for _, _, outcome in found)
     failed = [f"FAILED {path}::{name}" for path, name, how in found if how in ("FAILED", "ERROR")]
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    lines = [f"tests: {told or 'none ran'}", *failed[:MOST_FAILURES]]
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    lines = [f"tests: {outcomes or 'none ran'}", *failed[:MOST_FAILURES]]
     return lines, counts["passed"] > 0 and not failed
 
 
@@ -135,14 +140,14 @@ def row_line(row: Record) -> str:
     if row["seconds"] is None:
         return f"{named}: {row['status']}"
     names = [name for name in ("of_floor", "x_sdpa", "x_identity") if row[name]]
-    told = [f"{row[name]:.3g} {name.replace('_', ' ')}" for name in names]
+    values = [f"{row[name]:.3g} {name.replace('_', ' ')}" for name in names]
     if row["gib"]:
-        told.append(f"{row['gib']:.3g} GiB")
-    return f"{named}: {', '.join([duration(row['seconds']), *told])}; {row['reached'] or '-'}"
+        values.append(f"{row['gib']:.3g} GiB")
+    return f"{named}: {', '.join([duration(row['seconds']), *values])}; {row['reached'] or '-'}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all phases; return 0 if everything ran and is right, 2 if the folder has files of an
+    """Run all phases. Return 0 if all ran and nothing is wrong, 2 if the folder has files of an
     earlier run, else 1.
     """
     about = __doc__.partition("\n")[0]

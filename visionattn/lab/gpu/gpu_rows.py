@@ -11,7 +11,7 @@ from visionattn.lab.targets import choose_rows
 BATCH = 2
 """Batch size of an operation, with six heads per image: enough to fill a GPU."""
 TOKENS_PER_RUN = 65_536
-"""Patches in a batch of a timed model, over all images."""
+"""Patches of all images in a batch of a timed model."""
 SHIFT = "taylorshift+temperature"
 MOST = ("seconds", "gib", "x_memory")
 """Targets that are upper limits; all others are lower limits."""
@@ -23,11 +23,11 @@ class GpuRow:
     """A row of the table.
 
     Args:
-        sdpa: timm's model with ``scaled_dot_product_attention`` to compare a model with; operations
-            are compared with that function itself.
-        reach: targets by column: "of_floor", "x_sdpa", "x_identity" (relative to the speed of the
-            same network without attention), "seconds", "gib", "x_memory" (relative to the model
-            with SDPA).
+        sdpa: the baseline of a model: timm's model with ``scaled_dot_product_attention``. The
+            baseline of an operation is that function itself.
+        reach: targets by column: "of_floor", "x_sdpa" and "x_identity" (speed relative to SDPA and
+            to the same network without attention), "seconds", "gib", "x_memory" (relative to the
+            model with SDPA).
     """
 
     what: str
@@ -37,7 +37,7 @@ class GpuRow:
 
     @property
     def size(self) -> str:
-        """The size in words."""
+        """The size as text."""
         case = self.case
         if case.kind == "operation":
             return f"d = {case.width}, N = {case.size:,}, B*h = {case.batch * case.heads}"
@@ -45,7 +45,7 @@ class GpuRow:
 
     @property
     def name(self) -> str:
-        """The text that ``--only`` searches."""
+        """The text that the regular expression of ``--only`` searches."""
         return f"{self.what} {self.size}"
 
 
@@ -57,7 +57,9 @@ def operation(name: str, tokens: int, width: int, form: str = "efficient", **mor
 
 
 def model(pixels: int, name: str = "scaleformer_vit_s", **more) -> Case:
-    """Return a model with a batch of ``TOKENS_PER_RUN`` patches in total, or one larger image."""
+    """Return a model in bfloat16 with ``TOKENS_PER_RUN`` patches in a batch, or with one larger
+    image.
+    """
     batch = max(1, TOKENS_PER_RUN // (pixels // 16) ** 2)
     return Case("model", name, pixels, **dict(dtype="bfloat16", batch=batch) | more)
 
@@ -108,8 +110,8 @@ def _models() -> Iterator[GpuRow]:
 
 
 def chosen(only: str | None, *, rehearse: bool = False) -> list[GpuRow]:
-    """Return the rows whose name matches the regular expression; for a rehearsal, one row of each
-    kind, at a size that Triton's interpreter handles quickly.
+    """Return the rows whose name matches the regular expression. For a rehearsal, return one row of
+    each kind, at a size that Triton's interpreter handles quickly.
 
     Raises:
         ValueError: ``only`` is not a regular expression, or matches no row.
@@ -122,7 +124,7 @@ def chosen(only: str | None, *, rehearse: bool = False) -> list[GpuRow]:
 
 
 def small_case(case: Case) -> Case:
-    """Return the case of a rehearsal: in float16, because the interpreter is wrong in bfloat16."""
+    """Return a small case for a rehearsal, in float16: the interpreter is wrong in bfloat16."""
     dtype = case.dtype.replace("bfloat16", "float16")
     if case.kind == "operation":
         return replace(case, size=REHEARSED_TOKENS, batch=1, heads=1, width=16, dtype=dtype)

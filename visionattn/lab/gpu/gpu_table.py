@@ -1,7 +1,7 @@
 """Run ``visionattn benchmark gpu``: check and time each row of the table on the GPU of this
 machine, and write it when ready.
 
-It needs only torch, Triton, timm and einops; argparse reads its options.
+This needs only torch, Triton, timm and einops, so argparse reads the options.
 """
 
 import argparse
@@ -35,14 +35,14 @@ COLUMNS = {name: name for name in ("what", "size", "dtype")} | dict(zip(NAMES, T
 COLUMNS |= {name: name for name in ("reached", "error", "status")}
 MEASURED = (
     "Medians, random data (seed {seed}). Operations and inference are replayed from CUDA graphs, "
-    "so that launches do not count; eager operations, training and the large image are called as "
-    "they are. Blocks of models are compiled. Floor: operations or bytes over the rates above. A "
-    "result that is wrong has no time."
+    "so launch overhead does not count. Eager operations, training and the large image run "
+    "without a graph. Blocks of models are compiled. Floor: operations or bytes divided by the "
+    "rates above. A wrong result has no time."
 )
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raise ValueError where argparse would print its usage and exit."""
+    """Raise ValueError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists the options")
@@ -57,7 +57,7 @@ def benchmark_gpu(argv: Sequence[str], show: Print) -> None:
     """
     parser = _Parser(program("benchmark gpu"), allow_abbrev=False)
     parser.add_argument("--only", metavar="PATTERN", help="regular expression for rows")
-    parser.add_argument("--minutes", type=float, default=5.0, help="no row starts after this time")
+    parser.add_argument("--minutes", type=float, default=5.0, help="start no row after this time")
     parser.add_argument("--rehearse", action="store_true", help="run on a CPU, at tiny sizes")
     parser.add_argument("--rows", metavar="FILE", help="append each row as a line of JSON")
     parser.add_argument("--csv", metavar="FILE", help="the rows as CSV, with provenance")
@@ -123,8 +123,8 @@ def run_gpu(
     Args:
         rows: the rows to measure.
         bench: device and settings.
-        minutes: no row starts after this time.
-        provenance: receives the GPU's provenance, rates included.
+        minutes: time after which no row starts.
+        provenance: gets the GPU's provenance and rates added.
         show: gets the table line by line.
         keep: gets the provenance, then each record when ready.
     """
@@ -138,15 +138,15 @@ def run_gpu(
     keep({"kind": "provenance", **provenance})
     show(heading(list(COLUMNS)))
     records: list[Record] = []
-    why_over = None
+    stopped = None
     for row in rows:
         if time.monotonic() > end:
-            why_over = why_over or f"{minutes:g} minutes were over"
+            stopped = stopped or f"{minutes:g} minutes were over"
         try:
-            found = {"status": f"not measured: {why_over}"} if why_over else measure(row, bench)
-        except Exception as error:  # errors of compilers, drivers, kernels share no base class
+            found = {"status": f"not measured: {stopped}"} if stopped else measure(row, bench)
+        except Exception as error:  # exceptions of compilers and kernels share no base class
             found = {"status": f"failed: {in_words(error)}"}
-            why_over = "an earlier row broke this process" if is_broken(error) else None
+            stopped = "an earlier row broke this process" if is_broken(error) else None
         records.append(record_of(row, found))
         show(line(cells_of(records[-1], COLUMNS)))
         keep({"kind": "row"} | records[-1])
@@ -159,7 +159,7 @@ def measure(row: GpuRow, bench: Bench) -> Record:
 
 
 def record_of(row: GpuRow, found: Record) -> Record:
-    """Return the measured values of the row as plain values, with its targets and their outcome."""
+    """Return a row as plain values, and whether it reached its targets."""
     record: Record = {"what": row.what, "size": row.size, "dtype": row.case.precision}
     record |= dict.fromkeys((*TIMES, "of_floor", *MEMORIES, "error")) | found
     mine = record["seconds"]
@@ -168,12 +168,12 @@ def record_of(row: GpuRow, found: Record) -> Record:
         record[f"x_{name}"] = other / mine if mine and isinstance(other, float) else None
     both = record["gib"] and record["sdpa_gib"]
     record["x_memory"] = record["gib"] / record["sdpa_gib"] if both else None
-    told = [_told(name, limit, record[name]) for name, limit in row.reach.items()]
-    return record | {"reached": "; ".join(told) or None}
+    outcomes = [_outcome(name, limit, record[name]) for name, limit in row.reach.items()]
+    return record | {"reached": "; ".join(outcomes) or None}
 
 
-def _told(name: str, limit: float, value: float | None) -> str:
-    """Compare a value with its target in words: "reached 1.7 x_sdpa of 1.5"."""
+def _outcome(name: str, limit: float, value: float | None) -> str:
+    """Compare a value with its target as text: "reached 1.7 x_sdpa of 1.5"."""
     if value is None:
         return f"{name} {limit:g}: not measured"
     met = value <= limit if name in MOST else value >= limit

@@ -1,5 +1,7 @@
-"""Time calls on a GPU with ``triton.testing.do_bench``, and compute the floor of an operation: its
-minimum operations and bytes over the rates of a large matrix product and a large copy.
+"""Time calls on a GPU with ``triton.testing.do_bench``, and compute the floor of an operation.
+
+The floor is the time of its minimum operations and bytes, at the rates of a large matrix product
+and a large copy.
 """
 
 import gc
@@ -17,7 +19,7 @@ from visionattn.ops.taylorshift.taylorshift_triton import tile_features
 Call = Callable[[], object]
 COPY_BYTES, MATMUL_SIZE = 2**31, 8192
 BENCH_MS = 200
-"""Duration of the timing of a call."""
+"""Milliseconds for which a call is timed."""
 BROKEN = re.compile(
     r"illegal (memory access|instruction|address)|misaligned|unspecified launch failure"
 )
@@ -38,8 +40,8 @@ def pick_gpu() -> torch.device:
 
 
 def recorded(call: Call) -> Call | None:
-    """Record the call as a CUDA graph, without launch overhead, and return its replay; None if it
-    cannot be recorded.
+    """Record the call as a CUDA graph, and return its replay, which has no launch overhead. Return
+    None if the call cannot be recorded.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -49,7 +51,7 @@ def recorded(call: Call) -> Call | None:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        # The outer context restores the stream that a failed recording leaves behind.
+        # The outer context restores the current stream after a failed recording.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             call()
     except RuntimeError as error:
@@ -61,8 +63,9 @@ def recorded(call: Call) -> Call | None:
 
 
 def seconds_of(call: Call, device: torch.device, *, graph: bool = True) -> float:
-    """Return the median seconds of a call with a cold cache. With ``graph`` replay it from a CUDA
-    graph, if it can be recorded. On a CPU return the seconds of one call.
+    """Return the median seconds of a call with a cold cache; on a CPU, the seconds of one call.
+
+    With ``graph`` the call is replayed from a CUDA graph, if it can be recorded.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -88,8 +91,8 @@ def in_words(error: Exception) -> str:
 
 
 def is_broken(error: Exception) -> bool:
-    """Tell whether the process can no longer use its GPU after the error, because a kernel made an
-    illegal memory access.
+    """Tell whether the process can no longer use its GPU after the error, such as an illegal memory
+    access.
     """
     return BROKEN.search(str(error)) is not None
 
@@ -114,7 +117,8 @@ class Ceilings:
         return cls(2 * copied / copy, 2 * size**3 / matmul)
 
     def floor_seconds(self, case: Case) -> float:
-        """Return the seconds that no implementation of an operation can undercut by much.
+        """Return the floor in seconds, which no implementation of an operation can undercut by
+        much.
 
         Each input is read once and each output written once, in two bytes per value. TaylorShift's
         efficient form counts the features of whole pairs of 16-wide tiles, as fast code computes

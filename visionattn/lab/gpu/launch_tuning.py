@@ -1,9 +1,9 @@
 """Time an operation with other block sizes, warps and stages of each kernel:
 ``python -m visionattn.lab.gpu.launch_tuning taylorshift 4096 64 direct``.
 
-Each trial replaces a row of ``launches.json``, is checked, and is timed in forward and backward.
-Paste the fastest row of a kernel into the section of ``launches.json`` named after the GPU's
-compute capability to use it there.
+Each trial replaces a row of ``launches.json``. It is checked, and timed in forward and backward. To
+use the fastest row of a kernel, paste it into the section of ``launches.json`` for the compute
+capability of the GPU.
 """
 
 import argparse
@@ -30,8 +30,9 @@ Row = dict[str, int]
 def trials(row: Row) -> Iterator[Row]:
     """Yield the row, and rows with one size halved or doubled, or one stage more or less.
 
-    A kernel whose loops must not be pipelined keeps its single stage: Triton before 3.9 miscompiles
-    products whose left operand is computed in such a loop, and a check may not notice.
+    A kernel with a single stage keeps it, because its loops must not be pipelined. Triton before
+    3.9 miscompiles products whose left operand is computed in a pipelined loop, and a check may not
+    notice.
     """
     yield row
     for name, value in row.items():
@@ -43,7 +44,7 @@ def trials(row: Row) -> Iterator[Row]:
 
 
 def tune(name: str, tokens: int, width: int, form: str, bench: Bench) -> Iterator[str]:
-    """Yield a line for each kernel and row: its seconds of forward and backward, or its error."""
+    """Yield a line for each kernel and row: the time of forward and backward, or the error."""
     dtype = "float16" if bench.rehearsed else "bfloat16"
     case = operation(name, tokens, width, form, dtype=dtype, backward=True)
     tensors = draw(case, bench)
@@ -66,12 +67,12 @@ def tune(name: str, tokens: int, width: int, form: str, bench: Bench) -> Iterato
             try:
                 with launching_with(rows=take):
                     status, _ = check(case, tensors, expected, bench)
-                    told = duration(seconds_of(call, bench.device)) if status == "ok" else status
-            except Exception as error:  # errors of compilers and launches share no base class
+                    outcome = duration(seconds_of(call, bench.device)) if status == "ok" else status
+            except Exception as error:  # exceptions of compilers and launches share no base class
                 if is_broken(error):
                     raise
-                told = in_words(error)
-            yield f"{of_kernel[0]}: {json.dumps(row)}: {told}"
+                outcome = in_words(error)
+            yield f"{of_kernel[0]}: {json.dumps(row)}: {outcome}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Measure the memory of a case in a fresh process, where no memory freed earlier hides an
-allocation.
+"""Measure the memory of a case in a fresh process. Elsewhere an allocation may reuse memory that
+was freed earlier, which does not raise the peak.
 """
 
 from dataclasses import asdict, replace
@@ -17,15 +17,15 @@ from visionattn.lab.measure import peak_bytes
 from visionattn.lab.model_step import ModelStep, bytes_of
 
 BUILDING_BYTES, SLACK_BYTES = 2**30, 2**26
-"""Bytes that a process may allocate beyond the budget while it builds its model, and afterwards;
-most of them are never touched.
+"""Bytes that a process may allocate beyond its budget while it builds the model, and afterwards.
+Most of them are never used.
 """
 WARM_UP_PATCHES = 8
-"""Patches per side of the warm-up image, with which libraries, threads and the optimizer allocate
+"""Patches per side of the warm-up image. With it, libraries, threads and the optimizer allocate
 their memory before the measurement.
 """
 MAX_EVENTS = 1_000_000
-"""The most events of PyTorch's recording."""
+"""Maximum number of events that PyTorch records."""
 PARTS = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
 """The measured parts; ``measure`` defines them."""
 
@@ -34,22 +34,22 @@ def measure(case: Case, device: str, budget_bytes: int | None) -> dict[str, int 
     """Measure the bytes of each of ``PARTS`` in a fresh process, which the system kills first when
     memory runs out.
 
-    - ``peak_bytes``: peak memory during the pass: on a GPU as handed out by PyTorch's allocator, on
-      a CPU the resident memory of the process with interpreter and libraries.
+    - ``peak_bytes``: peak memory of the pass. On a GPU: the memory that PyTorch's allocator hands
+      out. On a CPU: the resident memory of the process, with interpreter and libraries.
     - ``reserved_bytes``: peak of the memory that PyTorch's allocator reserves on a GPU; None on a
       CPU.
-    - ``above_bytes``: the peak above the level just before the pass, after a pass over the same
-      image.
+    - ``above_bytes``: the peak above the level just before the pass. Another pass over the same
+      image runs first.
     - ``parameters_bytes`` (with buffers), ``gradients_bytes`` (after the pass) and
       ``optimizer_bytes`` (its state): the bytes of their tensors.
     - ``activations_bytes``: the bytes that autograd saves in the forward, without parameters and
-      image. Inference saves nothing; there it is ``above_bytes``.
+      image. Inference saves nothing; there it equals ``above_bytes``.
 
     Args:
         case: a model with its settings.
         device: "cpu" or a GPU.
-        budget_bytes: a peak of this size (on a GPU: reserved) counts as out of memory; None on a
-            GPU: the memory of the card.
+        budget_bytes: a peak of this size counts as out of memory (on a GPU: the reserved memory).
+            None on a GPU: its memory.
 
     Raises:
         torch.OutOfMemoryError: the case exceeds the budget or the memory of the machine.
@@ -75,8 +75,8 @@ def measure_here(
     step = warm_step(Case(**case), device)
     limit_memory(device, budget_bytes, SLACK_BYTES)
     place(step, Case(**case))
-    # Libraries keep buffers and code from their first call at a size: about 2 MiB per thread on an
-    # AMD EPYC, 4 MiB on an Intel Xeon. One pass before makes them part of the level, not the peak.
+    # A first pass, because libraries keep buffers and code from their first call at a size: about 2
+    # MiB per thread on an AMD EPYC, 4 MiB on an Intel Xeon. They belong to the level, not the peak.
     step.run()
     step.model.zero_grad(set_to_none=True)
     gpu = device != "cpu"
@@ -97,8 +97,8 @@ def measure_here(
 
 
 def warm_step(case: Case, device: str) -> ModelStep:
-    """Build a case and run one pass over a small image. Afterwards the optimizer's state exists,
-    and the gradients do not.
+    """Build a case and run one pass over a small image, which creates the optimizer's state. Then
+    delete the gradients.
     """
     model = build_model(case, device)
     how = dict(backward=case.backward, update=case.update)
@@ -111,14 +111,15 @@ def warm_step(case: Case, device: str) -> ModelStep:
 
 
 def place(step: ModelStep, case: Case) -> None:
-    """Create an image of the size of the case on the device."""
-    step.images = None  # release it first, so that memory never holds two images
+    """Give the pass an image of the size of the case."""
+    step.images = None  # so that memory never holds two images
     step.place(make_image(case, step.model, case.size, case.size, str(step.device)))
 
 
 def snapshot_here(case: dict[str, Any], device: str, threads: int, path: str) -> None:
-    """Write the allocations of a pass on a GPU, for a case given as plain values, for PyTorch's
-    memory viewer. There is no budget, because the recording itself takes memory.
+    """Record the allocations of a pass on a GPU, and write them for PyTorch's memory viewer.
+
+    There is no budget, because the recording itself takes memory.
     """
     torch.set_num_threads(threads)
     step = warm_step(Case(**case), device)
@@ -132,8 +133,8 @@ def limit_memory(device: str, budget_bytes: int | None, slack_bytes: int) -> Non
     """Limit the memory of this process to the budget, so that a larger allocation fails instead of
     starving the machine.
 
-    On a CPU, Linux counts allocated memory, written or not, so the limit is a little above the
-    budget.
+    On a CPU the limit is above the budget, because Linux also counts allocated memory that is never
+    used.
 
     Raises:
         torch.OutOfMemoryError: the process has reached the budget without any image.

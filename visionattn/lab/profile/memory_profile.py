@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from timm.models import VisionTransformer
 
 from visionattn.cli.exit_codes import Failed, OutOfMemory, is_out_of_memory
-from visionattn.cli.files import first_line, write_text, write_whole
+from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.memory import free_of_machine, largest_fit
 from visionattn.cli.parsing import parse
@@ -25,7 +24,6 @@ from visionattn.lab.profile.profile_flags import FILES, ProfileConfig, check_opt
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.building import check_img_size
 from visionattn.models.devices import pick_device
-from visionattn.models.weights import UNBUILDABLE
 from visionattn.ops.published_costs import N1
 
 EXAMPLE = "--models taylorshift_vit_t vit_tiny_patch16_224+eager"
@@ -33,7 +31,7 @@ EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"
 SHARE_OF_AVAILABLE = 0.8
 """The default budget on a CPU, as a share of the available memory."""
 SERIES = ("model", "pass", "precision", "form", "checkpointing")
-"""Columns with equal values in all rows of a line of the plot."""
+"""Columns that identify a line of the plot."""
 NAMES = (*SERIES, "px", "tokens")
 
 
@@ -43,13 +41,13 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
     Raises:
         ValueError, OSError: a wrong flag or an unwritable file; raised before measuring if
             possible.
-        Failed: a cell failed for another reason than memory; its row says why, and the other cells
+        Failed: a cell failed for another reason than memory. Its row says why, and the other rows
             are written.
         OutOfMemory: the cell of the snapshot does not fit into memory.
     """
     about = (
-        "Measure the peak memory of models over image sizes, and its parts; each cell in a "
-        "process of its own."
+        "Measure the peak memory of models over image sizes, and its parts. Each cell runs in its "
+        "own process."
     )
     config = parse(ProfileConfig, argv, command="profile", description=about, example=EXAMPLE)
     check_options(config)
@@ -93,8 +91,8 @@ def profile(argv: Sequence[str], show: Callable[[str], None]) -> None:
 
 
 def budget_of(config: ProfileConfig, device: str) -> int | None:
-    """Return the budget of a cell in bytes: the flag, or else a share of the available memory on a
-    CPU and None on a GPU.
+    """Return the budget of a cell in bytes. Without the flag it is a share of the available memory
+    on a CPU, and None on a GPU.
     """
     if config.budget_gib is not None:
         return int(config.budget_gib * 2**30)
@@ -128,14 +126,7 @@ def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
     for case in config.series():
         for px in config.sizes_px:
             check_sizes(replace(case, size=px))
-        try:
-            model = build_model(case, "meta")
-        except UNBUILDABLE as error:
-            raise ValueError(f"{case.name} cannot be built: {first_line(error)}") from error
-        if not isinstance(model, VisionTransformer):
-            raise ValueError(
-                f"expected a vision transformer of timm or visionattn, got {case.name}"
-            )
+        model = build_model(case, "meta")
         check_img_size(model, config.sizes_px)
         attention, width = model.blocks[0].attn, None
         if isinstance(model, VisionAttnTransformer) and "identity" not in case.options:
@@ -145,9 +136,10 @@ def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
 
 
 def n1_of(shapes: Iterable[Shape]) -> dict[float, str]:
-    """Return N1 of each head dimension of TaylorShift in words, by image side in pixels. N1 is the
-    published number of tokens from which the efficient form holds no more entries than the direct
-    form.
+    """Return texts about N1 of TaylorShift by image side in pixels, one for each head dimension.
+
+    N1 is the published number of tokens from which the efficient form holds no more entries than
+    the direct form.
     """
     return {
         math.sqrt((N1(width) - shape.prefix) * math.prod(shape.patch)): (
@@ -159,7 +151,7 @@ def n1_of(shapes: Iterable[Shape]) -> dict[float, str]:
 
 
 class MemoryTable:
-    """The rows of a profile, printed and written when ready, so that a later failure loses none.
+    """The rows of a profile. Each is printed and written when ready, so that a failure loses none.
 
     Args:
         config: checked flags.
@@ -189,8 +181,8 @@ class MemoryTable:
     def fits(self, case: Case) -> bool:
         """Measure a case, and return whether it fits into the budget.
 
-        The growth exponent of a series is the slope of the least-squares line through the
-        logarithms of ``above_bytes`` over tokens.
+        The growth exponent of a series is the slope of the least-squares line of
+        ``log above_bytes`` over the logarithm of tokens.
         """
         budget = self.provenance["budget_bytes"]
         row = measure_row(case, self.shapes[case.name], self.device, budget)
@@ -214,7 +206,7 @@ class MemoryTable:
         return self.fits(replace(series, size=count * patch_px))
 
     def write(self, folder: Path) -> None:
-        """Write CSV, plot and table of the rows so far."""
+        """Write the CSV, the plot and the table of the rows so far."""
         folder.mkdir(parents=True, exist_ok=True)
         table, plot, text = (folder / name for name in FILES)
         write_text(table, csv_text(self.rows, self.provenance))
@@ -226,8 +218,8 @@ class MemoryTable:
 
 
 def measure_row(case: Case, shape: Shape, device: str, budget_bytes: int | None) -> Record:
-    """Measure a case in a fresh process; return a row with units in the names, and None for a
-    missing measurement.
+    """Measure a case in a fresh process. Return a row with units in the names; None for a missing
+    measurement.
     """
     row: Record = {
         "model": case.name,

@@ -55,24 +55,26 @@ class ProfileConfig:
     batch: int = 1
     """Batch size."""
     depth: int | None = None
-    """Keep only this many blocks of each model, to save time; None: all."""
+    """Keep only the first blocks of each model, to save time; None: all blocks."""
     device: str = "auto"
     """``auto``: the GPU if there is one, else the CPU."""
     threads: int | None = None
     """CPU threads; None: chosen by torch."""
     budget_gib: float | None = None
     """Memory budget in GiB: a cell with a higher peak counts as out of memory. The peak is the
-    memory that PyTorch reserves on a GPU, or the whole process on a CPU. None: all memory of the
-    GPU, or 80 % of the available memory on a CPU.
+    memory that PyTorch reserves on a GPU, or the memory of the process on a CPU. None: all memory
+    of the GPU, or 80 % of the available memory on a CPU.
     """
     largest: bool = False
-    """Search for the largest square image that fits into the budget, by bisection over whole
-    patches, for each model, pass, precision and form. Each tried size is a row.
+    """Search for the largest square image that fits into the budget, for each model, pass,
+    precision and form. The search is a bisection over whole patches; each tried size is a row.
     """
     fit_from: int = 1024
-    """Smallest image size in pixels for the fit of the growth exponent, which needs two sizes."""
+    """Smallest image size in pixels for fitting the growth exponent, which needs two sizes."""
     snapshot: str | None = None
-    """On a GPU, file for the allocations of one cell; view it at https://pytorch.org/memory_viz."""
+    """GPU only: file for the allocations of one cell, for the viewer
+    https://pytorch.org/memory_viz.
+    """
     output: str | None = None
     """Folder for memory.csv, memory.png and memory.md; created if missing."""
     overwrite: bool = False

@@ -1,5 +1,5 @@
-"""Make the tables of a page: results, differing settings, sweeps, memory, and classes (confusion
-matrix, recall of each class, worst mistakes). Cells are plain text; the page escapes them.
+"""Make the tables of a page: results, differing settings, sweeps, memory profiles, and classes
+(confusion matrix, recall, worst mistakes). Cells are plain text, which the page escapes.
 """
 
 import math
@@ -31,7 +31,7 @@ from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake
 from visionattn.training.output_scores import ByOutput, told
 
 PLACE = ("run", "output", "resume", "overwrite")
-"""Settings of the storage of a run, not of the run itself."""
+"""Settings of where a run is stored, which the page leaves out."""
 SCORES = {"accuracy": "accuracy", "mean_iou": "mean IoU", "loss": "bits/dim"}
 SCORES |= {"map": "mAP", "r2": "R2"}
 """Metrics of the results, with their names."""
@@ -48,7 +48,7 @@ NEEDED = {
     "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
     "memory": {"model", "pass", "px", "tokens", "peak_bytes", "above_bytes", "status"},
 }
-"""Columns that identify a file of rows as a sweep or a memory profile."""
+"""Columns that a CSV file of a sweep or a memory profile must have."""
 CONDITIONS = (
     *("pass", "precision", "form", "checkpointing", "batch", "depth", "trained_form"),
     *("measure_batch", "measure_amp", "measure_device", "measure_threads", "measure_rounds"),
@@ -98,8 +98,8 @@ COLUMNS: dict[str, tuple[str, float | None]] = {
     "status": ("status", None),
     "reason": ("reason", None),
 }
-"""Columns of files of rows, in the order of the page, with their headings and, for numbers, the
-factor to the unit.
+"""Columns of CSV files in the order of the page. Each has its heading and, for numbers, the factor
+to the unit of the heading; None for texts.
 """
 SOURCES = {
     "measure_processor": "measured on",
@@ -108,24 +108,25 @@ SOURCES = {
     "measured": "measured at",
     "train_commit": "trained at commit",
 }
-OF_PROFILE = ("processor", "device", "threads", "torch", "commit", "load")
-"""Provenance of a profile; in the rows of a sweep it is the last call's, which may have measured
-nothing.
+"""Provenance columns of a sweep, with their names. Its other provenance columns describe the last
+call, which may have measured nothing.
 """
+OF_PROFILE = ("processor", "device", "threads", "torch", "commit", "load")
+"""Provenance columns of a memory profile."""
 MOST_VALUES = 3
-"""The most values to show for a column of the provenance."""
-
-
+"""Maximum number of values to show for a provenance column."""
 MOST_IN_MATRIX = 30
-"""With more classes a matrix is unreadable, and the most frequent mistakes are listed instead."""
+"""With more classes a matrix is unreadable. The page lists the most frequent mistakes instead."""
 MOST_PAIRS, MOST_LISTED = 20, 1000
-"""The most rows of the tables of mistakes and of classes; with more classes, the classes with the
-lowest recall are listed.
+"""Maximum number of rows of the tables of mistakes and of classes. Of more classes, the ones with
+the lowest recall are listed.
 """
 MOST_CHARTS = 12
-"""The most scatter plots of a run."""
+"""Maximum number of scatter plots of a run."""
 MOST_MISTAKES, MOST_PICTURES = 12, 24
-"""The most mistakes to show for a run, and for all runs of a page; at least one for each run."""
+"""Maximum number of mistakes to show for a run, and for all runs of a page. Each run shows at least
+one.
+"""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Cell:
     note: str = ""
     """Small text below."""
     look: SeriesStyle | None = None
-    """The look of the run or series that the cell names."""
+    """The style of the run or series that the cell names."""
 
 
 @dataclass
@@ -167,7 +168,7 @@ def percent(value: float) -> str:
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """Return the results of each run; among runs on the same images the best value is bold."""
+    """Return the results of each run. The best value among runs on the same images is bold."""
     columns: dict[str, list[Cell]] = {
         "run": [Cell(run.name, look=SeriesStyle.of(i)) for i, run in enumerate(runs)],
         "status": [
@@ -186,8 +187,8 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def scores(runs: Sequence[Run], split: str, key: str) -> list[Cell]:
-    """Return the cells of a metric for the runs that have it; among runs on the same images the
-    best value is bold.
+    """Return the cells of a metric, which are empty for runs of other tasks. The best value among
+    runs on the same images is bold.
     """
     values: list[float | None] = [
         number(run.result.get(f"{split}_{key}"))
@@ -207,8 +208,8 @@ def scores(runs: Sequence[Run], split: str, key: str) -> list[Cell]:
 
 
 def settings(runs: Sequence[Run]) -> Table:
-    """Return the settings in which runs differ, with one column per run; for a single run, the
-    settings that differ from the defaults.
+    """Return the settings in which runs differ, with one column per run. For a single run, return
+    the settings that differ from the defaults.
     """
     flat = [flatten(run.config) for run in runs]
     columns = ["setting", *(run.name for run in runs)]
@@ -225,7 +226,7 @@ def settings(runs: Sequence[Run]) -> Table:
 
 
 def say(value: Any) -> str:
-    """Return a setting in words."""
+    """Return a setting as text."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
@@ -244,12 +245,12 @@ def provenance(runs: Sequence[Run]) -> Table:
 
 
 def kind_of(columns: Sequence[str]) -> str | None:
-    """Return the kind of a file of rows by its columns: a key of ``NEEDED``, or None."""
+    """Return the kind of a CSV file by its columns: a key of ``NEEDED``, or None."""
     return next((kind for kind, needed in NEEDED.items() if needed <= set(columns)), None)
 
 
 def shared(rows: Sequence[Row]) -> list[str]:
-    """Return the columns of conditions that are the same in all rows."""
+    """Return the columns in ``CONDITIONS`` that have the same value in all rows."""
     return [key for key in CONDITIONS if rows[0].get(key) and len(distinct(rows, key)) == 1]
 
 
@@ -271,7 +272,7 @@ def sources(kind: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def rows_table(kind: str, rows: Sequence[Row]) -> Table:
-    """Return the rows of a file as a table; rows of a sweep become means over seeds."""
+    """Return the rows of a CSV file as a table. Rows of a sweep become means over seeds."""
     unused = {*shared(rows), "test_accuracy", "validation_accuracy"} - {accuracy_column(rows)}
     used = [key for key in COLUMNS if key in rows[0] and key not in unused]
     groups = [[row] for row in rows]
@@ -288,10 +289,10 @@ def rows_table(kind: str, rows: Sequence[Row]) -> Table:
 
 
 def cell_of(rows: Sequence[Row], column: str) -> Cell:
-    """Return the cell of a column: the mean with its deviation, the status of a failed measurement,
-    or the distinct texts.
+    """Return the cell of a column for several rows: the mean with its standard deviation, the
+    status of a failed measurement, or the distinct texts.
     """
-    if column.endswith("accuracy"):  # a form that was not trained has no accuracy
+    if column.endswith("accuracy"):
         rows = [row for row in rows if trained_itself(row)]
     factor = COLUMNS[column][1]
     if factor is None:
@@ -319,14 +320,14 @@ class RunClasses:
     run: str
     found: ByClass
     matrix: Sequence[Sequence[int]] | None
-    """Confusion matrix: a row of counts for each class; None for too many classes."""
+    """Confusion matrix, a row of counts for each true class; None for too many classes."""
     pairs: Table
     """The most frequent mistakes, if there is no matrix."""
     mistakes: Sequence[Mistake]
 
     @property
     def small(self) -> bool:
-        """Whether the images are so small that they are enlarged pixel by pixel."""
+        """Whether all images are small, so that the page enlarges them without smoothing."""
         return all(max(each.size or (0,)) <= SMALL_PX for each in self.mistakes)
 
 
@@ -335,7 +336,7 @@ def classes_of(runs: Sequence[Run], images: int) -> list[RunClasses]:
 
     Args:
         runs: the runs of the page.
-        images: the most mistakes to show for each run.
+        images: maximum number of mistakes to show for each run.
     """
     known = [(run, run.by_class) for run in runs if run.by_class is not None]
     most = min(images, MOST_MISTAKES, max(1, MOST_PICTURES // max(1, len(known))))
@@ -366,8 +367,9 @@ def pairs_of(found: ByClass) -> Table:
 
 
 def class_tables(shown: Sequence[RunClasses]) -> list[Table]:
-    """Return the recall of each class, with one column per run on the same images and classes. For
-    a single run add the precision and the most frequent wrong prediction.
+    """Return tables with the recall of each class, one for all runs on the same images and classes.
+
+    The table of a single run also has the precision and the most frequent wrong prediction.
     """
     groups: dict[tuple, list[RunClasses]] = {}
     for one in shown:
@@ -402,8 +404,8 @@ def share(count: int, total: int) -> Cell:
 
 
 def outputs_of_runs(runs: Sequence[Run]) -> list[tuple[str, ByOutput, Table, list[Chart]]]:
-    """Return, for each run that has metrics of outputs: its name, these metrics, their table and,
-    for ``regression``, a scatter plot of each of the first ``MOST_CHARTS`` targets.
+    """Return name, metrics and table of each run that has metrics of outputs. For ``regression``
+    add scatter plots of the first ``MOST_CHARTS`` targets.
     """
     shown = []
     for run, found in ((run, run.by_output) for run in runs):
@@ -435,8 +437,9 @@ def scatter(name: str, points: Sequence[tuple[float, float]]) -> Chart:
 
 
 def iou_table(runs: Sequence[Run]) -> Table | None:
-    """Return the intersection over union of each class, with one column for each run that has it:
-    on the test images or, without these, on the validation images. None if no run has it.
+    """Return the intersection over union of each class, with one column for each run that has it.
+
+    The images are the test images or, without these, the validation images. None if no run has it.
     """
     found = {run: run.result.get("test_ious") or run.result.get("validation_ious") for run in runs}
     columns = {run: ious for run, ious in found.items() if isinstance(ious, list)}
@@ -450,7 +453,7 @@ def iou_table(runs: Sequence[Run]) -> Table | None:
 
 
 def names_of(run: Run) -> Sequence[str]:
-    """Return the names of a run's classes stored with its weights; empty without such names."""
+    """Return the names of a run's classes, which are stored with its weights; empty if unknown."""
     try:
         return described(read_metadata(run.weights), run.weights)[2].output_names
     except (ValueError, OSError):

@@ -1,7 +1,6 @@
-"""Predict images of a run's test or validation split with its best weights, for a report. This
-module knows nothing of pages.
+"""Predict images of a run's test or validation split with its best weights, for a report.
 
-Runs with identical images and names of classes share a gallery.
+Runs with the same images, labels and names of classes share a gallery.
 """
 
 import base64
@@ -38,25 +37,25 @@ class Said:
 
     run: str
     text: str
-    """The most probable class, all predicted classes, or values; empty for masks."""
+    """The most probable class, all predicted classes, or the values; empty for masks."""
     share: float | None
-    """The probability of the class, or the mean IoU over the classes of the ground-truth mask; None
-    for several classes and for values.
+    """The probability of the class, or the mean IoU of the mask. None for several classes and for
+    values.
     """
     right: bool | None
-    """None for values."""
+    """Whether the prediction is right; None for values."""
     mask: str | None = None
     """The predicted mask in colors, as a data URL."""
 
 
 @dataclass
 class ReportExample:
-    """An image."""
+    """An image with its label and the predictions of all runs."""
 
     source: str
-    """Its data URL."""
+    """The image as a data URL."""
     label: str
-    """Its class, classes or values; empty for masks."""
+    """The class, classes or values; empty for masks."""
     mask: str | None = None
     """The ground-truth mask in colors, as a data URL."""
     said: list[Said] = field(default_factory=list)
@@ -78,7 +77,7 @@ class Gallery:
 
     @property
     def small(self) -> bool:
-        """Tell whether the images are so small that they are enlarged pixel by pixel."""
+        """Whether all images are small, so that the page enlarges them without smoothing."""
         return self.size_px <= SMALL_PX
 
     def wrong(self, run: str) -> int:
@@ -88,10 +87,11 @@ class Gallery:
 
 
 def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str, str]]:
-    """Predict up to ``count`` random images of each run, the same for all runs with the same data.
+    """Predict up to ``count`` random images of each run. Runs with the same data get the same
+    images.
 
     Returns:
-        The galleries, and for each run without a gallery the reason, as one line.
+        The galleries, and the reason for each run without a gallery, as one line.
     """
     found: dict[tuple, Gallery] = {}
     skipped: dict[str, str] = {}

@@ -1,7 +1,6 @@
-"""Write the page of ``visionattn report``: its flags and its sections. The page is self-contained.
+"""Run ``visionattn report``: read its flags, and write its page, which is self-contained.
 
-Texts from files (names, classes, reasons) are escaped by Jinja, and the page itself forbids scripts
-and requests.
+Jinja escapes texts from files (names, classes, reasons), and the page forbids scripts and requests.
 """
 
 import itertools
@@ -25,7 +24,7 @@ from visionattn.lab.report.templates import render
 
 MOST_IMAGES = 100
 KINDS = {"sweep": "Head counts", "memory": "Memory"}
-"""Headings of the files of rows."""
+"""Headings of CSV files, by kind."""
 
 
 @dataclass
@@ -33,16 +32,16 @@ class ReportConfig:
     """Options of the page about runs, sweeps and memory profiles."""
 
     runs: list[str] | None = None
-    """Folders of runs, sweeps and memory profiles, or CSV files of the latter two; ``--runs`` may
-    be omitted if they come first.
+    """Folders of runs, sweeps and memory profiles, or CSV files of sweeps and profiles. They may
+    come first, without ``--runs``.
     """
     output: str | None = None
     """HTML file to write; None: ``report.html`` in the first folder."""
     title: str | None = None
     """Heading of the page; None: the names of its runs, sweeps and profiles."""
     images: int = 12
-    """Number of images to show with the predictions of each run's best weights, 0 to 100; 0: no
-    images at all.
+    """Number of images to show with the predictions of each run's best weights, from 0 to 100.
+    With 0 the page has no pictures of mistakes either.
     """
     overwrite: bool = False
     """Replace an existing page."""
@@ -58,7 +57,7 @@ def report(argv: Sequence[str]) -> str:
         ReportConfig,
         with_first(argv, "runs"),
         command="report",
-        description="Write one page of HTML about runs, sweeps and memory profiles; it needs no "
+        description="Write one HTML page about runs, sweeps and memory profiles. The page needs no "
         "network.",
         example="checkpoints/digits --overwrite",
     )
@@ -82,10 +81,10 @@ def report(argv: Sequence[str]) -> str:
 
 
 def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[tuple[str, Path, Sequence[Row]]]]:
-    """Return the runs by name, and kind, path and rows of sweeps and memory profiles.
+    """Return the runs by name, and the kind, path and rows of sweeps and memory profiles.
 
     Raises:
-        FileNotFoundError, ValueError: a path does not exist, or holds none of these.
+        FileNotFoundError, ValueError: a path does not exist, or holds nothing to show.
     """
     runs: dict[str, Path] = {}
     found: list[tuple[str, Path, Sequence[Row]]] = []
@@ -163,7 +162,7 @@ def page(
 
 
 def measured(kind: str, path: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the section for a file of rows: charts by caption, a table, and the provenance."""
+    """Return the section about a CSV file: charts by caption, a table, and the provenance."""
     figures: dict[str, Sequence[Chart]] = {}
     if kind == "sweep":
         sizes = [px for (px,) in distinct(rows, "img_size")]

@@ -1,7 +1,6 @@
-"""Read the folder of a run in any state. This module draws nothing.
+"""Read the folder of a run in any state: running, killed, failed or finished.
 
-A run that still trains, was killed, or failed is read as far as possible: missing files are missing
-in the page, and unreadable files are listed in ``problems``.
+Missing and unreadable files are listed in ``problems``.
 """
 
 import math
@@ -37,7 +36,7 @@ WORDS = {
     "failed": "failed",
     "unknown": "unknown",
 }
-"""The words of each status on a page."""
+"""Each status as the page shows it."""
 OF_TRAINING = {
     *("augment", "img_size_choices", "batch_patches", "args.train_images"),
     *("mean", "std", "workers", "download", "sampler", "crop", "crop_around", "crops", "cache"),
@@ -53,13 +52,14 @@ CURVES: tuple[tuple, ...] = (
     ("Validation mAP", "%", 100, "val_map"),
     ("Validation R2", "", 1, "val_r2"),
     ("Learning rate", "per step", 1, "lr"),
-    ("Speed of training", "images per second", 1, "images_per_second"),
+    ("Throughput of training", "images per second", 1, "images_per_second"),
     ("Waiting for data", "% of the time", 100, "wait_share"),
 )
-"""Charts of runs: title, unit, factor to the unit, and keys of the lines; losses have no fixed
-unit.
+"""Charts of runs: title, unit, factor to the unit, and keys of lines in ``metrics.jsonl``. The unit
+of a loss depends on the task.
 """
-FROM_ZERO = ("Speed of training", "Waiting for data")
+FROM_ZERO = ("Throughput of training", "Waiting for data")
+"""Charts with a vertical axis from 0."""
 
 
 class StoredStatus(TypedDict, total=False):
@@ -83,22 +83,22 @@ class Run:
     steps: list[Values] = field(default_factory=list)
     """Lines of ``metrics.jsonl`` about steps."""
     epochs: list[Values] = field(default_factory=list)
-    """Its lines about epochs."""
+    """Lines of ``metrics.jsonl`` about epochs."""
     status: str = "unknown"
     """A key of ``WORDS``."""
     reason: str | None = None
-    """The reason of its status, as far as known."""
+    """The reason of the status, if known."""
     result: Values = field(default_factory=dict)
-    """``test_accuracy``, ``validation_loss``, ``best_epoch`` and the like, as far as known."""
+    """The known ones of ``test_accuracy``, ``validation_loss``, ``best_epoch`` and the like."""
     provenance: Values = field(default_factory=dict)
     parameters: int | None = None
     """Number of parameters of the best weights."""
     by_class: ByClass | None = None
-    """Predictions of the best weights by class: for the test images or, if these were not
+    """Predictions of the best weights by class, for the test images or, if these were not
     evaluated, for the validation images.
     """
     by_output: ByOutput | None = None
-    """For ``VECTOR_TASKS``, the metrics of each output, likewise."""
+    """For ``VECTOR_TASKS``: the metrics of each output, for the same images."""
     problems: list[str] = field(default_factory=list)
     """Files that could not be read, one line each."""
 
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def task(self) -> str | None:
-        """The task of its model, one of ``Task``."""
+        """The task of the model, one of ``Task``."""
         return self.setting("data", "task")
 
     def setting(self, *keys: str) -> Any:
@@ -143,7 +143,7 @@ def read_run(folder: Path, name: str) -> Run:
 
     Args:
         folder: a folder for which ``is_run`` holds.
-        name: what to call it.
+        name: name of the run on the page.
     """
     run = Run(folder, name)
     config = run.read(CONFIG, untrusted.read_yaml)
@@ -155,10 +155,10 @@ def read_run(folder: Path, name: str) -> Run:
     run.result = result_of(run.epochs, tests, run.setting("monitor"))
     run.status = "finished" if tests else "unknown"
     if (folder / STATUS).exists():
-        told = run.read(STATUS, lambda path: untrusted.read_json(StoredStatus, path, "")) or {}
-        run.status = told.get("status") if told.get("status") in WORDS else "unknown"
-        run.reason, run.provenance = told.get("reason"), told.get("provenance", {})
-        result = told.get("result") or {}
+        stored = run.read(STATUS, lambda path: untrusted.read_json(StoredStatus, path, "")) or {}
+        run.status = stored.get("status") if stored.get("status") in WORDS else "unknown"
+        run.reason, run.provenance = stored.get("reason"), stored.get("provenance", {})
+        result = stored.get("result") or {}
         run.result |= {key: value for key, value in result.items() if value is not None}
     if run.status in ("running", "unknown") and (folder / METRICS).is_file():
         written = datetime.fromtimestamp((folder / METRICS).stat().st_mtime, UTC)
@@ -170,7 +170,7 @@ def read_run(folder: Path, name: str) -> Run:
         several = run.task in VECTOR_TASKS
         reader = read_by_output if several else read_by_class
         found = run.read(BY_CLASS[split], reader) if there else None
-        # After a resume the file may be from earlier weights, until the run tests again.
+        # After a resume the file may describe earlier weights, until the run tests again.
         if found and run.result.get("best_epoch") in (None, found.epoch):
             setattr(run, "by_output" if several else "by_class", found)
     return run
@@ -191,15 +191,15 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
 
 
 def result_of(epochs: list[Values], tests: list[Values], monitor: str | None = None) -> Values:
-    """Return the result from the lines, with the keys of ``status.json``; ``monitor`` is the option
-    of the run.
+    """Return the result of a run from its lines about epochs and tests, with the keys of
+    ``status.json``. ``monitor`` is the option of the run.
     """
     found: Values = {}
     known = [line for line in epochs if number(line.get("val_loss")) is not None]
 
     def rank(line: Values) -> tuple[float, ...]:
-        """Rank as training does: by ``monitor``; None: by the best score, if there is one, then by
-        the smallest loss.
+        """Rank as training does: by ``monitor`` or, without it, by the score and then by the
+        smallest loss.
         """
         if monitor is not None:
             value = number(line.get(f"val_{monitor}")) or 0.0
@@ -226,7 +226,7 @@ def count_parameters(path: Path) -> int:
 
 
 def flatten(config: Values, prefix: str = "") -> Values:
-    """Return the values of a nested configuration by dotted name; an empty group has none."""
+    """Return the values of a nested configuration by dotted name, without empty groups."""
     flat: Values = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -237,9 +237,11 @@ def flatten(config: Values, prefix: str = "") -> Values:
 
 
 def same_data(run: Run) -> tuple | None:
-    """Return a key that is equal for runs evaluated on the same images at the same size: the data
-    options with defaults, the seed of the split, and the number of test images. None if the run
-    does not name its data.
+    """Return a key that is equal for runs evaluated on the same images at the same size; None if
+    the run does not name its data.
+
+    It consists of the data options with defaults, the seed of the split, and the number of test
+    images.
     """
     if not isinstance(run.setting("data"), dict):
         return None
@@ -251,8 +253,8 @@ def same_data(run: Run) -> tuple | None:
 
 
 def curves_of(runs: Sequence[Run]) -> list[Chart]:
-    """Return charts of loss, accuracy, learning rate, throughput and waiting of runs over epochs,
-    or over steps if a run has not finished an epoch.
+    """Return the charts in ``CURVES`` over epochs, or over steps if a run has not finished an
+    epoch.
     """
     by_epoch = all(run.epochs or not run.steps for run in runs)
     tasks = {run.task for run in runs}
@@ -274,9 +276,10 @@ def curves_of(runs: Sequence[Run]) -> list[Chart]:
 def curve(
     run: Run, keys: Sequence[str], factor: float, by_epoch: bool
 ) -> tuple[list[float], list[float]]:
-    """Return positions and values of the first key that the lines have; NaN is a gap. Of the lines
-    about steps and about epochs, take the kind with more values, because a run with short epochs
-    may have few lines about steps.
+    """Return the positions and values of a curve; NaN is a gap.
+
+    The curve comes from the lines about steps or about epochs, whichever have more values: a run
+    with short epochs may have few lines about steps. Of several keys, a line's first one counts.
     """
     ends = [line for line in run.epochs if number(line.get("step")) and number(line.get("epoch"))]
     steps_per_epoch = ends[-1]["step"] / ends[-1]["epoch"] if ends and by_epoch else 1

@@ -1,6 +1,4 @@
-"""Render HTML pages from the templates of this folder: the page of ``visionattn look``, and the
-style of all pages. This module knows nothing of models and runs.
-"""
+"""Render HTML pages from the templates of this folder, with one style for all pages."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -15,8 +13,9 @@ from visionattn.lab.charts import page_colours
 
 
 def look_page(title: str, parts: Sequence[dict[str, Any]]) -> str:
-    """Return the page of ``visionattn look`` as text: images with their attribution maps, each a
-    thumbnail that links to the full picture, a file in the folder of the page.
+    """Return the page of ``visionattn look`` as text: attribution maps of images.
+
+    Each is a thumbnail that links to the full picture, a file in the folder of the page.
 
     Args:
         title: heading of the page.
@@ -28,7 +27,7 @@ def look_page(title: str, parts: Sequence[dict[str, Any]]) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page; all ``values`` except ``Markup`` are escaped."""
+    """Return a page as text. All ``values`` except ``Markup`` are escaped."""
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,

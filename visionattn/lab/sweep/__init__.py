@@ -1,3 +1,3 @@
-"""Run the head-count ablation: one training configuration with several head counts, attentions,
-forms, seeds and image sizes.
+"""Run a head-count ablation: train one configuration with several head counts, attentions, forms,
+seeds and image sizes.
 """

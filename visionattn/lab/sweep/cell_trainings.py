@@ -1,9 +1,12 @@
-"""Run the trainings of a sweep as processes, and keep their outcomes in the folder of the sweep.
+"""Run the trainings of a sweep as processes, and record their outcomes in the folder of the sweep.
 
-The folder holds ``base.yaml`` (the training that is varied), ``runs/`` (a run folder with its
-``.yaml`` and ``.log`` for each training), ``endings.jsonl`` and ``measurements.jsonl`` (columns of
-``cells.csv``; the last line about a training or a network counts), ``table.md``, ``cells.csv`` and
-``sweep.png``.
+The folder holds:
+
+- ``base.yaml``: the training that is varied.
+- ``runs/``: for each training a run folder, a ``.yaml`` and a ``.log``.
+- ``endings.jsonl`` and ``measurements.jsonl``: columns of ``cells.csv`` by training and by network.
+  Of several lines, the last one counts.
+- ``table.md``, ``cells.csv`` and ``sweep.png``: the results.
 """
 
 import os
@@ -40,17 +43,18 @@ from visionattn.training.run_folder import STATUS, Ended, can_go_on
 BASE, TABLE, ROWS, PLOT, LOCK = "base.yaml", "table.md", "cells.csv", "sweep.png", "lock"
 KEPT = ENDINGS, MEASUREMENTS = "endings.jsonl", "measurements.jsonl"
 QUIET = ("output", "run", "resume", "overwrite", "save_every", "threads", "seed")
-"""Keys in which calls of one sweep may differ: storage, speed, and values that the grid varies."""
+"""Keys in which calls of one sweep may differ: storage, speed, and the seed, which the grid varies.
+"""
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
-"""Status by exit code. All others are "failed", and so is 1 without an error line, which is
-Python's exit code after an uncaught exception.
+"""Status by exit code; all other codes mean "failed". Code 1 without an error line means "failed",
+too, because Python ends with it after an uncaught exception.
 """
 ERROR = "error: "
 """Start of the line in which a command reports its error."""
 POLL_SECONDS = 0.05
 RESULTS = ("best_epoch", "validation_accuracy", "test_accuracy", "test_loss", "test_images")
 RESULTS += ("train_seconds",)
-"""Recorded values of the result of a training."""
+"""Values of a training's result that are recorded."""
 
 
 class SweepFolder:
@@ -61,7 +65,8 @@ class SweepFolder:
 
     Attributes:
         runs: the parent of the run folders.
-        lock: an open lock file, which the trainings hold, too, so that none is overlooked.
+        lock: an open lock file. Trainings inherit the lock, so the folder stays locked until all
+            end.
     """
 
     lock: TextIO
@@ -74,12 +79,12 @@ class SweepFolder:
 
         Raises:
             ValueError: the path is a file, or the folder holds something else or, without
-                ``overwrite``, a sweep of another training.
+                ``overwrite``, a sweep of another training; one line.
         """
         check_folder(self.path, "choose another --output")
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
-        if not (self.path / BASE).is_file():
+        if not all((self.path / name).is_file() for name in (BASE, LOCK)):
             raise ValueError(
                 f"expected an empty folder or a sweep, got {self.path}; pass another --output"
             )
@@ -93,11 +98,11 @@ class SweepFolder:
 
     @contextmanager
     def opened(self, base: TrainConfig, *, overwrite: bool) -> Iterator[None]:
-        """Create the folder, empty it if ``overwrite``, and lock it while this sweep or a training
-        of it lives.
+        """Create the folder, empty it if ``overwrite``, and lock it while this sweep or one of its
+        trainings runs.
 
         Raises:
-            ValueError: another sweep, or a training that it left behind, uses the folder.
+            ValueError: another sweep or one of its trainings uses the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         taken = (
@@ -116,17 +121,16 @@ class SweepFolder:
 
     def known(self, name: str) -> dict[str, Record]:
         """Return the records of trainings (``ENDINGS``) or networks (``MEASUREMENTS``) by name."""
-        path = self.path / name
-        return {line["name"]: line["columns"] for line in read_lines(path)}
+        return {line["name"]: line["columns"] for line in read_lines(self.path / name)}
 
     def keep(self, name: str, of: str, columns: Record) -> None:
-        """Write the record of a training or a network."""
+        """Append the record of a training or a network."""
         add_line(self.path / name, {"name": of, "columns": columns})
 
 
 def comparable(base: TrainConfig) -> str:
-    """Return the YAML of the training without the values that the grid varies and without storage;
-    it is equal for all calls of one sweep.
+    """Return the training as YAML, without ``QUIET`` and the values that the grid varies. It is
+    equal for all calls of one sweep.
     """
     content = {key: value for key, value in asdict(base).items() if key not in QUIET}
     del content["data"]["img_size"]
@@ -141,15 +145,13 @@ class Attempt:
 
     process: subprocess.Popen
     begin: float
-    """Start in seconds of the monotonic clock."""
+    """Time of the start, in seconds of the monotonic clock."""
     kills: int
     """Value of ``memory_kills`` before the start."""
 
 
 def left_to_train(plan: SweepPlan, known: Mapping[str, Record], *, retry: bool) -> list[SweepCell]:
-    """Return the unfinished cells. Failed cells are included only with ``retry``; stopped and
-    killed cells always resume.
-    """
+    """Return the cells to train: new, stopped and killed cells and, with ``retry``, failed ones."""
     wanted = []
     for cell in plan.cells():
         ending = known.get(cell.name, {"status": "stopped"})
@@ -172,7 +174,7 @@ def train_cells(
 ) -> bool:
     """Train cells, ``jobs`` at a time, each in its own process, and record their outcomes.
 
-    Ctrl-C and SIGTERM reach only this process: it asks the trainings once to stop, and they save
+    Ctrl-C and SIGTERM reach only this process. It asks the trainings once to stop, and they save
     their state. A second Ctrl-C kills them.
 
     Args:
@@ -197,7 +199,7 @@ def train_cells(
                     cell = waiting.popleft()
                     count = f"{len(cells) - len(waiting)} of {len(cells)}"
                     progress.say(f"{cell.name}: starting ({count})", say)
-                    # After NaN a resumed training would fail again, so it starts anew.
+                    # After NaN a resumed training would fail again, so start it anew.
                     anew = known.get(cell.name, {}).get("status") == "nan"
                     running[cell] = start(plan, cell, folder, command, anew=anew)
                 if interruption.requested and not asked:
@@ -217,7 +219,7 @@ def train_cells(
                 progress.show(", ".join(cell.name for cell in running))
                 time.sleep(POLL_SECONDS)
         finally:
-            # Processes are left here only after an error or a second Ctrl-C.
+            # Trainings still run here only after an error or a second Ctrl-C.
             for attempt in running.values():
                 os.killpg(attempt.process.pid, signal.SIGKILL)
                 attempt.process.wait()
@@ -227,7 +229,7 @@ def train_cells(
 def start(
     plan: SweepPlan, cell: SweepCell, folder: SweepFolder, command: Sequence[str], *, anew: bool
 ) -> Attempt:
-    """Start a training, or resume it if it has a state, unless ``anew``."""
+    """Start a training. Resume it if it has a checkpoint, unless ``anew``."""
     run = folder.runs / cell.name
     path, log_path = folder.runs / f"{cell.name}.yaml", folder.runs / f"{cell.name}.log"
     write_text(path, yaml_text(asdict(plan.training(cell, folder.runs))))
@@ -248,11 +250,11 @@ def start(
 
 
 def ending_of(cell: SweepCell, folder: SweepFolder, attempt: Attempt, before: Record) -> Record:
-    """Return the outcome of a training's process as columns of ``cells.csv``; the exit code of a
-    killed process is negative.
+    """Return the outcome of a training's process as columns of ``cells.csv``. A killed process has
+    a negative exit code.
 
-    A killed process counts as out of memory only if the system reports such a kill in this group.
-    Seconds and attempts are added to the values in ``before``.
+    It counts as out of memory only if the system reports such a kill in this control group. Seconds
+    and attempts are added to the values in ``before``.
     """
     log = folder.runs / f"{cell.name}.log"
     exit_code, words = attempt.process.returncode, last_words(log)
@@ -294,7 +296,7 @@ def last_words(log: Path) -> str:
 
 
 def describe(ending: Record) -> str:
-    """Return the outcome of a training in words."""
+    """Return the outcome of a training as text."""
     if ending["status"] != "finished":
         return f"{ending['status']}: {ending['reason']}"
     split = "validation" if ending["test_accuracy"] is None else "test"

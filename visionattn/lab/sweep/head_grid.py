@@ -1,5 +1,5 @@
-"""List the networks and the trainings of a sweep, and check on the meta device that the models can
-be built.
+"""List the networks and trainings of a sweep, and check on the meta device that their models can be
+built.
 """
 
 import re
@@ -26,7 +26,7 @@ from visionattn.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Network:
-    """A network of the grid: the varied values of a training's model."""
+    """The varied values of a training's model: a network of the grid."""
 
     attention: str
     """An attention of this package, or the name of a model without one."""
@@ -67,10 +67,10 @@ class SweepPlan:
     networks: tuple[Network, ...]
     seeds: tuple[int, ...]
     train_form: str | None
-    """The only form to train, whose accuracy counts for all forms; None: train each form."""
+    """The only form to train. Its accuracy counts for all forms. None: train each form."""
     facts: dict[Network, dict[str, int]] = field(default_factory=dict)
-    """For each network ``head_dim``, ``tokens`` (patches of an image, without prefix tokens),
-    ``parameters``, and ``flops`` of the forward of one image.
+    """For each network: ``head_dim``, ``tokens`` (patches of an image, without prefix tokens),
+    ``parameters``, and ``flops`` of a forward pass for one image.
     """
 
     def cell(self, network: Network, seed: int) -> SweepCell:
@@ -80,8 +80,8 @@ class SweepPlan:
         return SweepCell(network, seed)
 
     def cells(self) -> list[SweepCell]:
-        """Return every training once, smaller seeds first, so that an early stop leaves complete
-        tables.
+        """Return every training once, one seed after the other, so that an early stop leaves
+        complete tables.
         """
         pairs = product(self.seeds, self.networks)
         return list(dict.fromkeys(self.cell(network, seed) for seed, network in pairs))
@@ -109,7 +109,7 @@ class SweepPlan:
 
 
 def make_plan(config: SweepConfig, base: TrainConfig) -> SweepPlan:
-    """Lay out the grid, and check that each network can be built; write nothing.
+    """Build the grid, and check that each network can be built; write nothing.
 
     Raises:
         ValueError, FileNotFoundError: missing data, a head count that does not divide the width, an
@@ -136,19 +136,20 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> SweepPlan:
     check_img_size(model, [*sizes, *(choices or [])])
     own = attention_of(model) if isinstance(model, VisionAttnTransformer) else None
     networks = make_networks(config, own, base.model.name, sizes)
-    plan = SweepPlan(base, splits, own, networks, tuple(config.seeds), config.train_form)
+    seeds = tuple(dict.fromkeys(config.seeds))
+    plan = SweepPlan(base, splits, own, networks, seeds, config.train_form)
     return replace(plan, facts={network: facts_of(plan, network) for network in networks})
 
 
 def attention_of(model: VisionAttnTransformer) -> str:
-    """Return the name of the model's attention; plus signs join several names."""
+    """Return the name of the model's attention. Plus signs join several names."""
     return "+".join(dict.fromkeys(block.attn.attention for block in model.blocks))
 
 
 def make_networks(
     config: SweepConfig, own: str | None, model_name: str, sizes: list[int]
 ) -> tuple[Network, ...]:
-    """Return the networks of the options; an attention without forms has one network.
+    """Return each network of the options once. An attention without forms has one network.
 
     Raises:
         ValueError: an option has no effect.
@@ -168,20 +169,20 @@ def make_networks(
     for size, attention, heads in product(sizes, attentions, config.heads):
         forms = (config.form or FORMS) if attention in formed else [None]
         networks += [Network(attention, heads, form, size) for form in forms]
-    return tuple(networks)
+    return tuple(dict.fromkeys(networks))
 
 
 def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfig:
     """Return the base model with the network's head count, form and attention.
 
-    For another attention, start from the plain ``scaleformer_vit_*`` name of the same size, and
-    pass the registered options of the base name (absolute position, no relative position, pooling)
-    as arguments. Registered options cannot be removed, and a temperature has no effect outside
-    TaylorShift. So networks differ only in the attention.
+    Networks differ only in head count, form and attention. For another attention, start from the
+    plain ``scaleformer_vit_*`` name of the same size. The options that are registered with
+    the base name (absolute position, no relative position, pooling) become arguments. Arguments
+    without effect on the other attention, such as a temperature, are left out.
 
     Args:
         base: the model of the training.
-        own: its attention; None for a model of another package, where only the head count varies.
+        own: its attention; None for a model of another package. Then only the head count varies.
         network: a network of the grid.
     """
     args = base.args | {"num_heads": network.heads}
@@ -211,7 +212,7 @@ def on_meta(config: ModelConfig, spec: DataSpec) -> nn.Module:
 
 
 def facts_of(plan: SweepPlan, network: Network) -> dict[str, int]:
-    """Return the values of ``Plan.facts`` for a network, which follow from its shapes."""
+    """Return the values of ``SweepPlan.facts`` for a network."""
     model, px = on_meta(plan.model(network), plan.data_spec(network)), network.img_size
     rows, columns = patch_size(model)
     return {

@@ -1,10 +1,8 @@
-"""Run ``visionattn sweep``: check, train, measure, and write the table, the rows and the figure.
-
-This module owns the order of these steps, and the end of a sweep.
-"""
+"""Run ``visionattn sweep``: check, train, measure, and write the table, the rows and the figure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -48,11 +46,11 @@ COLUMNS = (
     *(f"measure_{key}" for key in SOURCES),
     *("run", "measured"),
 )
-"""Columns of ``cells.csv`` after the columns that identify a row, with units in the names."""
+"""Columns of ``cells.csv`` after the columns that identify a row."""
 
 
 def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
-    """Run a sweep, or the rest of an earlier one.
+    """Run a sweep, or resume an earlier one.
 
     Args:
         argv: the flags.
@@ -63,8 +61,8 @@ def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
         ValueError, FileNotFoundError: wrong flags, training, data or folder, or all trainings
             failed; one line.
         DoesNotFit: the parallel trainings do not fit into memory.
-        Failed: some cells failed; the table is printed and written before.
-        Stopped: Ctrl-C; the states of the trainings are saved.
+        Failed: some cells failed. The table is printed and written first.
+        Stopped: Ctrl-C. The trainings have saved their states.
     """
     config = parse_sweep(argv)
     base = read_base(config)
@@ -87,10 +85,8 @@ def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
         say("\n".join(cell.name for cell in left))
         return
 
-    def written() -> str:
-        return write(plan, folder, provenance)
-
     with folder.opened(base, overwrite=config.overwrite):
+        written = partial(write, plan, folder, provenance)
         how = dict(jobs=config.jobs, command=train, say=say, after=written)
         if not train_cells(plan, left, folder, **how):
             again = "the same command" + " without --overwrite" * config.overwrite
@@ -103,7 +99,7 @@ def sweep(argv: Sequence[str], say: Say, *, train: Sequence[str]) -> None:
 
 
 def write(plan: SweepPlan, folder: SweepFolder, provenance: dict[str, Any]) -> str:
-    """Write table, rows and figure of the results so far, and return the table of the report."""
+    """Write the table, rows and figure of the results so far, and return the text of the table."""
     rows = records(plan, folder.known(ENDINGS), folder.known(MEASUREMENTS))
     table, source = rows_table("sweep", rows), summary(provenance)
     lines = [shared_words(rows), "", heading(table.columns)]
@@ -122,8 +118,8 @@ def write(plan: SweepPlan, folder: SweepFolder, provenance: dict[str, Any]) -> s
 
 
 def check_failures(plan: SweepPlan, folder: SweepFolder) -> None:
-    """Raise ``Failed`` with the first reason if a training or a measurement failed, ValueError if
-    all trainings failed.
+    """Raise ``Failed`` with the first reason if a training or a measurement failed. Raise
+    ValueError if all trainings failed.
 
     A measurement that runs out of memory is a result, not a failure.
     """
@@ -153,7 +149,7 @@ def check_failures(plan: SweepPlan, folder: SweepFolder) -> None:
 def records(
     plan: SweepPlan, endings: Mapping[str, Record], measured: Mapping[str, Record]
 ) -> list[Record]:
-    """Return a row for each network and seed with all known values; None for unknown ones."""
+    """Return a row for each network and seed; None for unknown values."""
     rows = []
     for network, seed in product(plan.networks, plan.seeds):
         cell, facts = plan.cell(network, seed), plan.facts[network]

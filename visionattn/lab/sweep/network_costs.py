@@ -1,7 +1,8 @@
-"""Measure the cost of each network: memory in a fresh process, and time of all networks of one
-image size in one interleaved run. Estimate both for the trainings in advance.
+"""Measure the memory and the time of each network of a sweep, and estimate both for the trainings
+in advance.
 
-Weights are untrained and images random: neither affects the cost.
+Memory is measured in a fresh process, and time in one interleaved run over all networks of an image
+size. Weights are untrained and images are random, which does not affect the cost.
 """
 
 import statistics
@@ -36,11 +37,11 @@ from visionattn.training.training_cost import TrainingMemory
 PASSES = ("inference", "training")
 """The measured passes of a network."""
 NEEDS = ("device", "amp", "batch", "threads")
-"""The conditions that a measured pass needs."""
+"""The conditions that a pass depends on, besides its network."""
 
 
 def conditions_of(config: SweepConfig, plan: SweepPlan) -> Record:
-    """Return the conditions of measurements as columns of ``cells.csv``, without the network."""
+    """Return the conditions of the measurements as columns of ``cells.csv``."""
     base = plan.base
     device = pick_device(base.device)
     return {
@@ -62,8 +63,10 @@ def measure_networks(
     say: Callable[[str], None],
     after: Callable[[], object],
 ) -> None:
-    """Measure all networks without measurements under the current conditions. All networks of one
-    image size are timed together, after the memory of each is kept.
+    """Measure all networks that have no measurements under the current conditions.
+
+    The memory of each network is measured and recorded first. Then all networks of one image size
+    are timed together.
 
     Args:
         config: the options.
@@ -97,7 +100,7 @@ def measure_networks(
 
 
 def is_current(columns: Record, conditions: Record, config: SweepConfig) -> bool:
-    """Tell whether a network was measured under these conditions and needs no retry."""
+    """Tell whether a network has measurements under these conditions that need no retry."""
     failed = config.retry and "failed" in [columns.get(f"{work}_status") for work in PASSES]
     return conditions.items() <= columns.items() and not failed
 
@@ -110,9 +113,7 @@ def pass_of(plan: SweepPlan, network: Network, work: str, conditions: Record) ->
 
 
 def ask_status(function: Callable[..., Record], given: Record, **how: Any) -> Record:
-    """Run a measurement in its own process, and return its columns with status and reason. Out of
-    memory is a status.
-    """
+    """Run a measurement in a fresh process, and return its columns with status and reason."""
     try:
         return {"status": "ok", "reason": None} | ask(function, given, "the pass", **how)
     except torch.OutOfMemoryError:
@@ -124,8 +125,10 @@ def ask_status(function: Callable[..., Record], given: Record, **how: Any) -> Re
 def time_networks(
     plan: SweepPlan, found: dict[Network, Record], work: str, conditions: Record
 ) -> None:
-    """Add the images per second of a pass to the columns of networks, and the ratio to the direct
-    form, from an interleaved run in one process; networks that do not fit are skipped.
+    """Time a pass of all networks in one interleaved run, in a fresh process.
+
+    Add the images per second, and the ratio to the direct form, to the columns of the networks.
+    Networks that do not fit into memory are skipped.
     """
     timed = [network for network in found if found[network][f"{work}_status"] == "ok"]
     passes = [pass_of(plan, network, work, conditions) for network in timed]
@@ -143,15 +146,15 @@ def time_networks(
             reason = "out of memory together with the other networks; pass fewer --heads"
             columns |= {"status": "oom", "reason": reason}
         if samples and direct:
-            # Ratios within a round: a temporary slowdown of the machine cancels.
+            # Ratios within a round, in which temporary slowdowns of the machine cancel out.
             ratios = [slow / fast for fast, slow in zip(samples, direct, strict=True)]
             columns["times_direct"] = statistics.median(ratios)
         found[network] |= {f"{work}_{key}": value for key, value in columns.items()}
 
 
 def measure_seconds(passes: Sequence[Record], rounds: int) -> Record:
-    """Measure the seconds of passes in an interleaved run, by pass and round; None for a pass that
-    does not fit into memory together with those before it.
+    """Measure the seconds of passes in one interleaved run, by pass and round. None for a pass that
+    does not fit into memory together with the earlier ones.
     """
     works, warm, device = {}, [], passes[0]["device"]
     for number, given in enumerate(passes):
@@ -178,7 +181,7 @@ def make_step(
     threads: int | None,
     work: str,
 ) -> ModelStep:
-    """Build a pass of a network, given as plain values, with weights and images in memory."""
+    """Build a network and its pass from plain values, with weights and images in memory."""
     torch.manual_seed(0)
     torch.set_num_threads(threads or torch.get_num_threads())
     training, where, data = work == "training", torch.device(device), DataSpec(**spec)
@@ -193,9 +196,7 @@ def make_step(
 
 def measure_memory(**given: Any) -> Record:
     """Measure the peak memory of a pass above the level with weights, optimizer and images, and
-    record which attention ran.
-
-    ``peak_bytes`` is None if the system cannot measure it.
+    find the attention implementation that ran.
     """
     step = make_step(**given)
     step.run()  # allocates the optimizer's state and the buffers of libraries
@@ -205,7 +206,7 @@ def measure_memory(**given: Any) -> Record:
 
 def expect(plan: SweepPlan, network: Network) -> tuple[float | None, float | None]:
     """Estimate the bytes and the seconds of a training as ``visionattn train`` does, without data
-    loading; None if unknown.
+    loading. None for unknown values.
     """
     config = plan.training(SweepCell(network, plan.seeds[0]), Path())
     device, spec = pick_device(config.device), plan.data_spec(network)
@@ -227,8 +228,8 @@ def tell_expected(
     """Print the expected memory and time of the trainings.
 
     Raises:
-        DoesNotFit: the parallel trainings do not fit into memory; one line. A single training that
-            does not fit refuses to run, and gets a row.
+        DoesNotFit: the parallel trainings do not fit into memory; one line. A training that does
+            not fit even when it runs by itself ends with an error, which its row states.
     """
     known = {network: expect(plan, network) for network in {cell.network: cell for cell in cells}}
     seconds = sum(known[cell.network][1] or 0 for cell in cells)

@@ -19,7 +19,7 @@ VARIED = {
     "data.img_size": "img_size",
     "output": "output",
 }
-"""Keys of the training that an option of the sweep sets."""
+"""Keys of the training that options of the sweep set."""
 FIXED = ("run", "resume", "overwrite", "config")
 """Keys of the training that each cell sets itself."""
 EXAMPLE = (
@@ -32,7 +32,7 @@ EXAMPLE = (
 
 @dataclass
 class SweepConfig:
-    """A grid of trainings, and the measurements of their models."""
+    """A grid of trainings, and the cost of their models."""
 
     base: str | None = None
     """YAML file of the training to vary, or the name of a configuration of the package, e.g.
@@ -43,19 +43,19 @@ class SweepConfig:
     heads: list[int] | None = None
     """Head counts, e.g. ``4 8 16``; each must divide the width."""
     attention: list[AttentionName] | None = None  # type: ignore[valid-type]
-    """Attentions, in an otherwise equal network; None: the attention of the training."""
+    """Attentions; networks are otherwise equal. None: the attention of the training."""
     form: list[FormChoice] | None = None
     """Forms of the attentions that have forms; None: direct and efficient."""
     train_form: FormChoice | None = None
-    """Train only this form, and use its accuracy for all forms, which compute the same function;
-    None: train each form.
+    """Train only this form. Its accuracy counts for all forms, because they compute the same
+    function. None: train each form.
     """
     seeds: list[int] = field(default_factory=lambda: [0])
     """Seeds of the trainings."""
     img_size: list[int] | None = None
     """Image sizes (height and width) in pixels; None: the size in the training."""
     jobs: int = 1
-    """Number of parallel trainings. Measurements follow, one at a time."""
+    """Number of parallel trainings. Measurements run afterwards, one at a time."""
     output: str | None = None
     """Folder of the sweep; None: ``checkpoints/sweeps/`` and the name of the file of ``base``."""
     overwrite: bool = False
@@ -73,7 +73,7 @@ class SweepConfig:
 
 
 def check_options(config: SweepConfig) -> None:
-    """Check signs and options that exclude each other.
+    """Check ranges of options, and options that contradict each other.
 
     Raises:
         ValueError: a wrong option; one line.
@@ -105,8 +105,10 @@ def read_base(config: SweepConfig) -> TrainConfig:
         key, equals, _ = text.partition("=")
         if not equals:
             raise ValueError(f"set: expected KEY=VALUE such as optim.lr=1e-3, got {text!r}")
-        if way_out := _elsewhere(key):
-            raise ValueError(f"set: {key} cannot be set here; {way_out}")
+        if key in VARIED:
+            raise ValueError(f"set: {key} cannot be set here; use --{VARIED[key]}")
+        if key in FIXED:
+            raise ValueError(f"set: {key} cannot be set; each training of the sweep has its own")
     base = parse(TrainConfig, ["--config", config.base, *(f"--{text}" for text in config.set)])
     check(base)
     if base.data.task != "classification":
@@ -115,13 +117,6 @@ def read_base(config: SweepConfig) -> TrainConfig:
             "with each --model.args instead"
         )
     return base
-
-
-def _elsewhere(key: str) -> str | None:
-    """Return the advice for a training option that ``set`` does not accept; None for others."""
-    if key in VARIED:
-        return f"use --{VARIED[key]}"
-    return "each training of the sweep has its own" if key in FIXED else None
 
 
 def folder_of(config: SweepConfig, base: TrainConfig) -> Path:
