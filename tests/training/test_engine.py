@@ -29,6 +29,7 @@ from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Batch, Unreadable
 from visionattn.data.splits import SampleKey, Splits
+from visionattn.lab.report.run_reading import read_run
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model, check_img_size
 from visionattn.models.weights import load_model
@@ -397,6 +398,8 @@ def test_an_unreadable_image_is_left_out_where_that_is_asked_for(tmp_path, monke
     with pytest.warns(UserWarning, match="skipped unreadable image x/broken.png"):
         run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
     assert rows(tmp_path / "small")[0]["left_out"] == "1"
+    told = "skipped 1 unreadable images: x/broken.png"
+    assert read_run(tmp_path / "small", "small").problems == [told]
 
 
 def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):

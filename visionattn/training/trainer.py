@@ -631,6 +631,9 @@ class Trainer:
         self.history.append(values)
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
         record.epoch(self.history, more)
+        if unreadable := sorted(self.batches.unreadable | self.validation.unreadable):
+            place = {"step": position.step, "epoch": position.epoch}
+            record.event("unreadable", place | {"images": unreadable})
         self.save(record)
         reached = "" if score is None else f"  {self.measure} {written(score, self.measure)}"
         record.say(

@@ -58,6 +58,8 @@ CURVES: tuple[tuple, ...] = (
 """Charts of runs: title, unit, factor to the unit, and keys of lines in ``metrics.jsonl``. The unit
 of a loss depends on the task.
 """
+LISTED = 20
+"""Maximum number of unreadable images that a page names."""
 FROM_ZERO = ("Throughput of training", "Waiting for data")
 """Charts with a vertical axis from 0."""
 
@@ -152,6 +154,12 @@ def read_run(folder: Path, name: str) -> Run:
     run.steps = [line for line in lines if line.get("kind") == "train"]
     run.epochs = [line for line in lines if line.get("kind") == "epoch"]
     tests = [line for line in lines if line.get("kind") == "test"]
+    if unreadable := [line for line in lines if line.get("kind") == "unreadable"]:
+        images = unreadable[-1].get("images") or []
+        more = f" and {len(images) - LISTED} more" * (len(images) > LISTED)
+        run.problems.append(
+            f"skipped {len(images)} unreadable images: {', '.join(images[:LISTED])}{more}"
+        )
     run.result = result_of(run.epochs, tests, run.setting("monitor"))
     run.status = "finished" if tests else "unknown"
     if (folder / STATUS).exists():
