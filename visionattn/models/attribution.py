@@ -20,6 +20,7 @@ from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import PatchClassifier
+from visionattn.models.patches import grid_of
 from visionattn.models.segmentation import Segmenter
 from visionattn.ops.attention_rows import AttentionRows
 
@@ -95,12 +96,6 @@ def block_number(model: VisionAttnTransformer, index: int) -> int:
     return places_of_blocks([index], len(model.blocks), "block")[0]
 
 
-def grid_of(model: VisionAttnTransformer, inputs: Tensor) -> Grid:
-    """Return the grid of patches of images ``[B, C, H_px, W_px]``."""
-    rows, columns = model.patch_embed.patch_size
-    return Grid(-(-inputs.shape[2] // rows), -(-inputs.shape[3] // columns))
-
-
 def find_attribution(
     model: VisionAttnTransformer,
     inputs: Tensor,
@@ -137,7 +132,7 @@ def find_attribution(
     logits, tokens, value = logits.detach(), tokens.detach(), float(margin.detach())
     patches, channels, rest = None, None, None
     if divides(model):
-        grid = grid_of(model, inputs)
+        grid = grid_of(inputs.shape[2:], model.patch_embed.patch_size)
         part = _pooled_tokens(model, tokens, present)
         patches, channels = divided(model, lambda: [part], logits, target, grid)
         rest = value - float(patches.sum())

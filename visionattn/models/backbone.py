@@ -23,6 +23,7 @@ from visionattn.models.patches import (
     absolute_position,
     blank_absent,
     filled_grids,
+    grid_of,
     pool_present,
     present_patches_of,
     present_places,
@@ -397,9 +398,9 @@ class VisionAttnTransformer(VisionTransformer):
 
         ``forward_head`` accepts this mask. None if ``sizes`` is None: no patch is absent.
         """
-        rows, columns = self.patch_embed.patch_size
-        grid = Grid(-(-x.shape[2] // rows), -(-x.shape[3] // columns))
-        return present_places(filled_grids(x, sizes, (rows, columns)), grid)
+        patch_size = self.patch_embed.patch_size
+        grid = grid_of(x.shape[2:], patch_size)
+        return present_places(filled_grids(x, sizes, patch_size), grid)
 
     def pool(
         self, x: Tensor, pool_type: str | None = None, present: Tensor | None = None

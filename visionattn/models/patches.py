@@ -10,7 +10,7 @@ because FX only wraps such names.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,19 +41,32 @@ class DynamicPatchEmbed(PatchEmbed):
         Raises:
             ValueError: an image that is not a whole number of patches, or (strict) of another size.
         """
-        height, width = x.shape[-2:]
-        if self.strict_img_size and (height != self.img_size[0] or width != self.img_size[1]):
-            raise ValueError(
-                f"image of {height} x {width} pixels, but dynamic_img_size=False fixes "
-                f"{self.img_size}"
-            )
+        check_image_size(self, *x.shape[-2:])
+        return self.embed(x)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Embed images, or whole rows of patches of images, whose size is checked."""
         if self.dynamic_img_pad:
-            x = nn.functional.pad(
-                x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0])
-            )
-        elif height % self.patch_size[0] or width % self.patch_size[1]:
-            raise ValueError(wrong_size(height, width, self.patch_size))
+            height, width = x.shape[-2:]
+            x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+def check_image_size(embed: PatchEmbed, height: int, width: int) -> None:
+    """Raise ValueError if a patch embedding does not accept images of this size in pixels."""
+    rows, columns = embed.patch_size
+    if embed.strict_img_size and (height != embed.img_size[0] or width != embed.img_size[1]):
+        raise ValueError(
+            f"image of {height} x {width} pixels, but dynamic_img_size=False fixes {embed.img_size}"
+        )
+    if not embed.dynamic_img_pad and (height % rows or width % columns):
+        raise ValueError(wrong_size(height, width, embed.patch_size))
+
+
+def grid_of(size: Sequence[int], patch_size: tuple[int, int]) -> Grid:
+    """Return the grid of the patches that cover an image, whose height and width are in pixels."""
+    height, width = size
+    return Grid(-(-height // patch_size[0]), -(-width // patch_size[1]))
 
 
 def wrong_size(

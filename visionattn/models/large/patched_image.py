@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.band_plan import Bands
 from visionattn.models.large.source_sink import PartSource, Prepare, as_fractions
-from visionattn.models.patches import axis_weights
+from visionattn.models.patches import axis_weights, check_image_size, grid_of
 from visionattn.models.rowwise_support import weight_like
 from visionattn.ops.attention_sums import product
 
@@ -37,15 +36,14 @@ class PatchedImage:
         self.body, self.source, self.prepare = body, source, prepare or as_fractions
         self.patch = body.patch_embed.patch_size
         self.waited_s = 0.0
-        said = f"image of {source.height} x {source.width} pixels"
         if source.height < self.patch[0] or source.width < self.patch[1]:
-            raise ValueError(f"{said} is smaller than a patch of {self.patch[0]} x {self.patch[1]}")
-        self.grid = Grid(-(-source.height // self.patch[0]), -(-source.width // self.patch[1]))
-        size = self.grid.height * self.patch[0], self.grid.width * self.patch[1]
-        if not body.dynamic_img_size and size != tuple(body.patch_embed.img_size):
             raise ValueError(
-                f"{said}, but dynamic_img_size=False fixes {body.patch_embed.img_size}"
+                f"image of {source.height} x {source.width} pixels is smaller than a patch of "
+                f"{self.patch[0]} x {self.patch[1]}"
             )
+        self.grid = grid_of((source.height, source.width), self.patch)
+        whole = self.grid.height * self.patch[0], self.grid.width * self.patch[1]
+        check_image_size(body.patch_embed, *whole)
         self.position = None if body.pos_embed is None else self._rows_of_position()
 
     def bands(self, bands: Bands) -> Iterator[Tensor]:
@@ -83,7 +81,7 @@ class PatchedImage:
         if x.is_floating_point() and not torch.is_autocast_enabled(weight.device.type):
             x = x.to(weight.dtype)
         x = filled(x, -x.shape[2] % self.patch[0], -x.shape[3] % self.patch[1])
-        x = body.patch_embed.norm(body.patch_embed.proj(x).permute(0, 2, 3, 1))
+        x = body.patch_embed.embed(x)
         if self.position is not None:
             patches, down, across = self.position
             own = product(down[first : first + x.shape[1]], patches.flatten(1))
