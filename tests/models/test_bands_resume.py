@@ -92,7 +92,7 @@ def test_a_stop_without_a_folder_is_an_interruption(monkeypatch):
 
     def sum_over(self, *given):
         os.kill(os.getpid(), signal.SIGINT)
-        real(self, *given)
+        return real(self, *given)
 
     monkeypatch.setattr(forward_bands.BandBlock, "sum_over", sum_over)
     # What runs in the background of a shell would not hear of the signal.

@@ -168,19 +168,17 @@ def absolute_position(
     position: Tensor,
     grid: Grid,
     own_grid: tuple[int, int],
-    num_prefix: int,
     filled: Tensor | None,
     *,
     antialias: bool = True,
 ) -> Tensor:
-    """Return the learned position ``[1, P + h*w, D]`` resampled to the grid that each image fills:
-    ``[1 or B, P + H*W, D]``.
+    """Return the learned position ``[1, h*w, D]`` resampled to the grid that each image fills:
+    ``[1 or B, H*W, D]``.
 
     Args:
-        position: of P prefix tokens and a grid of h x w.
+        position: of a grid of h x w.
         grid: H and W.
         own_grid: h and w.
-        num_prefix: P.
         filled: see ``filled_grids``; None: all images fill the grid, and timm's function is used.
         antialias: see ``axis_weights``.
     """
@@ -189,17 +187,16 @@ def absolute_position(
             position,
             new_size=grid,
             old_size=own_grid,
-            num_prefix_tokens=num_prefix,
+            num_prefix_tokens=0,
             antialias=antialias,
         )
-    patches = position[0, num_prefix:].float().unflatten(0, own_grid)
+    patches = position[0].float().unflatten(0, own_grid)
     # Rows first, then columns: bicubic interpolation is a matrix product per axis.
     rows = axis_weights(filled[:, 0], grid[0], own_grid[0], antialias)
     own = product(rows, patches.flatten(1)).unflatten(2, patches.shape[1:])
     columns = axis_weights(filled[:, 1], grid[1], own_grid[1], antialias)
     own = product(columns[:, None].expand(-1, grid[0], -1, -1), own)
-    prefix = position[:, :num_prefix].expand(len(filled), -1, -1)
-    return torch.cat([prefix, own.flatten(1, 2).to(position.dtype)], dim=1)
+    return own.flatten(1, 2).to(position.dtype)
 
 
 def axis_weights(filled: Tensor, length: int, old: int, antialias: bool = True) -> Tensor:

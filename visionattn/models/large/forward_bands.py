@@ -109,7 +109,7 @@ def forward_tiled(
     Raises:
         ValueError: a model whose blocks need all tokens at once, an image smaller than a patch, a
             memory limit below one band, or a folder with the work of another call.
-        Stopped: Ctrl-C or SIGTERM, at the end of a band, if there is a ``work`` folder.
+        Stopped: Ctrl-C or SIGTERM, after at most one more band, if there is a ``work`` folder.
         Exceptions of the source, the sink and ``prepare``.
     """
     if want not in get_args(Want):
@@ -172,9 +172,8 @@ class _Pass:
         self.body, self.image, self.folder = body, image, folder
         self.layout = TokenLayout(body.num_prefix_tokens, image.grid)
         files: Path | None = folder and folder.folder
-        paths: list[Path] = []
         if folder is not None:
-            stack.callback(folder.close, paths)
+            stack.callback(folder.close)
         # A resumed pass keeps its bands, whatever memory is available now.
         known = dict(rows=folder.rows if folder else None, in_files=folder is not None)
         self.plan = plan(body, image.grid, memory, want, model, **known)
@@ -182,8 +181,7 @@ class _Pass:
             files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
         def stores(name: str, layout: TokenLayout, width: int) -> list[TokenStore]:
-            own: list[Path | None] = [files and files / f"{name}.{i}" for i in (0, 1)]
-            paths.extend(path for path in own if path)
+            own = [files and files / f"{name}.{i}" for i in (0, 1)]
             return [TokenStore(layout, width, weight_like(body), path) for path in own]
 
         self.tokens = stores("tokens", self.layout, body.embed_dim)
@@ -225,9 +223,10 @@ class _Pass:
             if self.folder is not None:
                 stack.enter_context(interruption)
             for place in stack.enter_context(closing(self._steps())):
-                progress.advance(1)
+                progress.advance(0 if place is None else 1)
                 if self.folder is not None:
-                    self.folder.record(place, self.plan.rows)
+                    if place is not None:
+                        self.folder.record(place, self.plan.rows)
                     if interruption.requested and progress.done < progress.total:
                         kept = f"{self.folder.folder} keeps the finished bands"
                         raise Stopped(f"stopped; {kept}; run the same command to resume")
@@ -240,40 +239,42 @@ class _Pass:
             self.folder.finish()
         return result.cpu() if isinstance(result, Tensor) else result
 
-    def _steps(self) -> Iterator[PassProgress]:
-        """Process the bands of each step; yield the progress after each band."""
+    def _steps(self) -> Iterator[PassProgress | None]:
+        """Process the bands of each step; yield the progress after each band, and None where a stop
+        changes no progress.
+        """
         for step in range(self.begun.step, len(self.bands)):
-            bands, written = self.bands[step], self.tokens[step % 2]
-            done = self.begun.bands if step == self.begun.step else 0
-            with closing(self._written(step, done)) as computed:
-                for number, _ in enumerate(computed, done + 1):
-                    written.flush()
-                    yield PassProgress(step, number)
+            bands = self.bands[step]
+            yield from self._compute(step, self.begun.bands if step == self.begun.step else 0)
             if step - 1 in self.output.taps:
                 for first, last in bands:
-                    self.output.take(step - 1, written, first, last)
+                    self.output.take(step - 1, self.tokens[step % 2], first, last)
                     yield PassProgress(step, len(bands))
 
-    def _written(self, step: int, done: int) -> Iterator[None]:
+    def _compute(self, step: int, done: int) -> Iterator[PassProgress | None]:
         """Write the tokens of a step, band by band, except for bands that are done."""
         read, written = self.tokens[1 - step % 2], self.tokens[step % 2]
         bands = self.bands[step][done:]
         if step == 0:
-            if self.layout.num_prefix:
-                written.prefix = self.image.prefix()
+            prefix = self.image.prefix()
+            if prefix is not None:
+                written.prefix = prefix
             with closing(self.image.bands(bands)) as embedded:
-                for (first, _), x in zip(bands, embedded, strict=True):
+                for number, ((first, _), x) in enumerate(zip(bands, embedded, strict=True), 1):
                     written.write(first, x)
-                    yield
+                    written.flush()
+                    yield PassProgress(step, done + number)
         elif bands:  # else the next step may have written to the store that this one reads
             block = BandBlock(self.body.blocks[step - 1], self.layout, self.bands[step])
-            block.sum_over(read, self.bands[step - 1])
+            for _ in block.sum_over(read, self.bands[step - 1]):
+                yield None
             if self.layout.num_prefix:
                 written.prefix = block.prefix(read.prefix)
-            for first, last in bands:
+            for number, (first, last) in enumerate(bands, 1):
                 for row, x in block.band(first, last, read):
                     written.write(row, x)
-                yield
+                written.flush()
+                yield PassProgress(step, done + number)
 
 
 class BandBlock:
@@ -298,16 +299,19 @@ class BandBlock:
             flat = isinstance(relative, Flat)
             self.far = FarSums(spans, self.grid.num_patches if flat else self.grid.height)
 
-    def sum_over(self, tokens: TokenStore, bands: Bands) -> None:
-        """Compute the sums over all tokens, in pieces of bands."""
+    def sum_over(self, tokens: TokenStore, bands: Bands) -> Iterator[None]:
+        """Compute the sums over all tokens, in pieces of bands; yield after each piece."""
         if self.attn.centre_keys:
-            pieces = tokens.pieces(bands)
-            keys = (self.attn.heads(self.block.norm1(x), "kv")[0] for _, x in pieces)
-            sums = (k.sum(2, keepdim=True, dtype=accumulation_dtype(k)) for k in keys)
+            sums = []
+            for _, x in tokens.pieces(bands):
+                k = self.attn.heads(self.block.norm1(x), "kv")[0]
+                sums.append(k.sum(2, keepdim=True, dtype=accumulation_dtype(k)))
+                yield
             self.key_mean = reduce(torch.add, sums) / tokens.layout.num_tokens
         if tokens.layout.num_prefix or not self.strips.windows:
             for first, x in tokens.pieces(bands):
                 self._add(first, x)
+                yield
 
     def _add(self, first: int | None, x: Tensor) -> None:
         """Add the prefix tokens, which come first, or tokens ``[1, n, D]`` of rows."""

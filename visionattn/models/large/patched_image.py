@@ -1,6 +1,6 @@
 """Embedding of a source's pixels into tokens, band by band."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
@@ -69,9 +69,10 @@ class PatchedImage:
                     following = pool.submit(read, bands[number])
                 yield self._embed(first, pixels)
 
-    def prefix(self) -> Tensor:
-        """Return the prefix tokens ``[1, P, D]``."""
-        return self.body.norm_pre(self.body.pos_drop(prefix_tokens(self.body)))
+    def prefix(self) -> Tensor | None:
+        """Return the prefix tokens ``[1, P, D]``; None: none."""
+        x = self.body.prefix_tokens()
+        return None if x is None else self.body.norm_pre(self.body.pos_drop(x))
 
     def _embed(self, first: int, x: Tensor) -> Tensor:
         """Return the tokens of rows of patches with the pixels ``[1, C, h, w]``."""
@@ -104,15 +105,6 @@ class PatchedImage:
             for axis in (0, 1)
         )
         return patches, down, across
-
-
-def prefix_tokens(body: VisionAttnTransformer) -> Tensor:
-    """Return the class and register tokens with their position, ``[1, P, D]``."""
-    own: Sequence[Tensor | None] = body.cls_token, body.reg_token
-    none = weight_like(body).new_empty(1, 0, body.embed_dim)
-    x = torch.cat([none, *(token for token in own if token is not None)], 1)
-    has_position = body.pos_embed is not None and not body.no_embed_class
-    return x + body.pos_embed[:, : x.shape[1]] if has_position else x
 
 
 def filled(x: Tensor, below: int, right: int) -> Tensor:

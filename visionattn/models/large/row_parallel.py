@@ -20,8 +20,7 @@ from visionattn.models.large.attention_of_strips import (
     softmax_part,
 )
 from visionattn.models.large.collectives import exchanged, largest, summed
-from visionattn.models.large.patched_image import prefix_tokens
-from visionattn.models.patches import absolute_position, check_image_size, grid_of
+from visionattn.models.patches import check_image_size, grid_of
 from visionattn.models.pyramid import PyramidTransformer
 from visionattn.models.rowwise_support import check_rowwise
 from visionattn.ops.attention_sums import accumulation_dtype, drop_values
@@ -289,19 +288,9 @@ class RowParallel(nn.Module):
         model, embed, own = self.model, self.model.patch_embed, share.own
         x = embed.embed(x).flatten(1, 2)
         if model.pos_embed is not None:
-            lead = 0 if model.no_embed_class else model.num_prefix_tokens
-            position = absolute_position(
-                model.pos_embed,
-                own.grid,
-                embed.grid_size,
-                lead,
-                None,
-                antialias=model.pos_antialias,
-            )
             width = own.grid.width
-            x = x + position[:, lead + own.first * width : lead + own.last * width]
-        prefix = prefix_tokens(model).expand(len(x), -1, -1)
-        return model.norm_pre(model.pos_drop(torch.cat([prefix, x], 1)))
+            x = x + model.patch_position(own.grid)[:, own.first * width : own.last * width]
+        return model.norm_pre(model.pos_drop(model.with_prefix(x)))
 
     def pooled(self, x: Tensor) -> Tensor:
         """Return the features of whole images, ``[B, D]``, from this rank's tokens."""

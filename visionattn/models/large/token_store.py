@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -20,7 +20,8 @@ from visionattn.models.large.band_plan import Bands, bands_of
 
 PIECE_TOKENS = 8192
 """Number of tokens per call of an MLP: its hidden layer is four times as wide."""
-STATE = "progress.json"
+STATE, STORES = "progress.json", ("tokens", "cells")
+"""Names of a pass's files; there are two of each store."""
 
 
 class TokenStore:
@@ -151,12 +152,13 @@ class PassFolder:
         """Remove the record of a finished pass."""
         self.path.unlink(missing_ok=True)
 
-    def close(self, files: Sequence[Path]) -> None:
+    def close(self) -> None:
         """Delete the files of a pass that is finished, or that has not begun."""
         if self.path.exists():
             return
-        for file in files:
-            file.unlink(missing_ok=True)
+        for name in STORES:
+            for file in self.folder.glob(f"{name}.[01]"):
+                file.unlink()
         if self.made:
             with suppress(OSError):  # not empty: others use it
                 self.folder.rmdir()
