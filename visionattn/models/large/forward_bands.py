@@ -140,12 +140,12 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
     if isinstance(model, Segmenter) != (want in OF_PIXELS) and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
         raise ValueError(f"want {want!r} does not fit the model, which has {given}")
-    try:
-        check_rowwise(model)
-    except ValueError as error:
-        raise ValueError(f"{error}{CUT}") from error
     if want in OF_PIXELS and model.neck is not None:
         raise ValueError(f"expected a linear head, got one with a hidden layer{CUT}")
+    try:
+        check_rowwise(body if want == "dense" else model)
+    except ValueError as error:
+        raise ValueError(f"{error}{CUT}") from error
     if want in OF_PIXELS and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
         raise ValueError(
             f"head {why}, which bands would bypass: with {len(model.taken)} head_blocks, its "
