@@ -42,7 +42,7 @@ FILES = ["progress.json", "tokens.0", "tokens.1"]
 def few_rows(monkeypatch):
     """Bands of five rows in pieces of two, of an image of 16 x 9 patches."""
     monkeypatch.setattr(planning, "BAND_TOKENS", 5 * 9)
-    monkeypatch.setattr(forward_bands, "PIECE_TOKENS", 2 * 9)
+    monkeypatch.setattr(token_store, "PIECE_TOKENS", 2 * 9)
 
 
 def run(model, want, sink=None, work=None, **options):
@@ -88,13 +88,13 @@ def test_a_pass_that_is_killed_in_any_band_goes_on(name, tmp_path, monkeypatch):
 
 
 def test_a_stop_without_a_folder_is_an_interruption(monkeypatch):
-    take = forward_bands.BandBlock.take
+    real = forward_bands.BandBlock.sum_over
 
-    def taking(self, first, x):
+    def sum_over(self, *given):
         os.kill(os.getpid(), signal.SIGINT)
-        take(self, first, x)
+        return real(self, *given)
 
-    monkeypatch.setattr(forward_bands.BandBlock, "take", taking)
+    monkeypatch.setattr(forward_bands.BandBlock, "sum_over", sum_over)
     # What runs in the background of a shell would not hear of the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

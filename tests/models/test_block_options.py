@@ -166,7 +166,7 @@ def test_weights_that_lack_gates_leave_them_as_they_are(tmp_path):
     assert all(torch.equal(model.state_dict()[name], gate) for name, gate in gates.items())
     torch.save(source.state_dict(), tmp_path / "plain.pth")
     placement = place_weights(model, "scaleformer_vit_t", tmp_path / "plain.pth")
-    assert placement.missing == GATES and not placement.unused
+    assert placement.new == GATES and not placement.left_out
     *_, missing, warning = placement.lines()
     assert "blocks.{0-1}.attn.output_gate.weight" in missing and "near 0" in warning
 

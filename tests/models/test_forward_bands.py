@@ -209,6 +209,14 @@ def test_other_models_are_refused_with_a_way_out():
         check_tiled(Segmenter(make(num_classes=0), 3), "logits")
 
 
+def test_a_head_with_a_hidden_layer_gives_feature_maps_but_no_masks():
+    model, image = Segmenter(make(num_classes=0), 5, head_hidden=8), draw_image(40, 36)
+    with pytest.raises(ValueError, match="^expected a linear head, got one with a hidden layer; c"):
+        check_tiled(model, "masks")
+    found = forward_tiled(model, Array(image), want="dense")
+    torch.testing.assert_close(found, plain(model.backbone.eval(), image, "dense"))
+
+
 def test_changed_modules_are_called_and_changes_that_would_be_left_out_are_refused(monkeypatch):
     image = draw_image(60, 44)
     monkeypatch.setattr(planning, "BAND_TOKENS", 40)

@@ -79,7 +79,7 @@ def test_a_model_whose_head_looks_like_a_pickle_or_an_archive_comes_back(tmp_pat
         path.write_bytes(with_head_of(content, length))
         assert same(load_model(path).state_dict(), model.state_dict()), hex(length)
         placement = place_weights(small_model(), "scaleformer_vit_t", path)
-        assert placement.missing == placement.unused == []
+        assert placement.new == placement.left_out == []
 
 
 def test_a_model_without_width_is_one_line(tmp_path):

@@ -203,19 +203,19 @@ def test_weights_of_a_plain_vit_are_placed_and_the_rest_is_listed(tmp_path):
         after["blocks.1.attn.qkv.weight"], source.state_dict()["blocks.1.attn.qkv.weight"]
     )
     assert placement.resampled == ["patch_embed.proj.weight 16x1x8x8 -> 16x1x4x4"]
-    assert "head.weight" in placement.missing and "head.weight" in placement.unused
-    assert "pos_embed" in placement.unused
+    assert "head.weight" in placement.new and "head.weight" in placement.left_out
+    assert "pos_embed" in placement.left_out
     own = [key for key in after if ".relative." in key or "temperature" in key]
-    assert own and set(own) <= set(placement.missing)
+    assert own and set(own) <= set(placement.new)
     for key in after:
-        assert (key in placement.placed) != (key in placement.missing), key
-        if key in placement.missing:
+        assert (key in placement.taken) != (key in placement.new), key
+        if key in placement.new:
             assert torch.equal(after[key], before[key]), key
     text = "\n".join(placement.lines())
     assert (
-        f"{len(placement.placed)} of {len(after)} tensors start from {tmp_path / 'vit.pth'}" in text
+        f"{len(placement.taken)} of {len(after)} tensors come from {tmp_path / 'vit.pth'}" in text
     )
-    for part in ("resampled (1): patch_emb", "not used (3): ", "blocks.{0-1}.attn.relative"):
+    for part in ("resampled (1): patch_emb", "left out (3): ", "blocks.{0-1}.attn.relative"):
         assert part in text
 
 
@@ -227,7 +227,7 @@ def test_our_own_weights_go_to_a_model_of_another_head_size_patch_and_horizon(tm
     model = small_model(num_classes=9, patch_size=8, horizon=2, in_chans=3)
     placement = place_weights(model, "scaleformer_vit_t", tmp_path / "last.pt")
     assert torch.equal(model.norm.bias, torch.full((16,), 0.25))
-    assert placement.missing == placement.unused == ["head.weight", "head.bias"]
+    assert placement.new == placement.left_out == ["head.weight", "head.bias"]
     text = "\n".join(placement.resampled)
     assert "patch_embed.proj.weight 16x1x4x4 -> 16x3x8x8" in text
     assert "blocks.0.attn.relative" in text

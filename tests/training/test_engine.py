@@ -408,7 +408,7 @@ def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):
         tmp_path, epochs=1, run="second", init_from=str(first.checkpoint), data={"img_size": 24}
     )
     _, printed = run(config)
-    assert f"tensors start from {first.checkpoint}" in printed
+    assert f"tensors come from {first.checkpoint}" in printed
     run(
         small_config(
             tmp_path,

@@ -251,7 +251,7 @@ def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
     for name, value in model.backbone.state_dict().items():
         assert torch.equal(value, own[name]), name
     assert chosen.args["head_stride"] == 2 and kept["head_stride"] == 2
-    assert any("start from" in line for line in said)
+    assert any("come from" in line for line in said)
 
 
 WRONG = {

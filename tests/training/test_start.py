@@ -172,5 +172,5 @@ def test_a_kept_configuration_makes_the_run_again_and_its_weights_start_another(
     )
     best = str(result.checkpoint)
     model, built, _, lines = started(best)
-    assert built.args["softmax_blocks"] == [1] and lines[0].startswith("34 of 34 tensors start")
+    assert built.args["softmax_blocks"] == [1] and lines[0].startswith("34 of 34 tensors come")
     same(model.state_dict(), load_model(best).state_dict())

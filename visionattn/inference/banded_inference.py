@@ -258,7 +258,7 @@ class Banding:
         count = len(banded) if len(found) == len(self.images) else f"about {self.share:.0%}"
         assert self.memory.there_bytes is not None
         room = room_of(self.memory.there_bytes, bounded=self.memory.bounded)
-        needed = self.memory.about(canvases[-1])
+        needed = self.memory.bytes_of((1, *canvases[-1]))
         much = f" (up to {sized(needed)})" if needed is not None and needed < math.inf else ""
         self.lines = (
             f"{count} of {len(self.images)} images, of up to {pixels(max(banded, key=math.prod))}, "

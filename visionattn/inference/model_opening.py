@@ -333,9 +333,9 @@ def _by_name(
     from visionattn.models.weight_placement import place_weights
 
     placement = place_weights(model, name, options.checkpoint)
-    if not placement.missing:
+    if not placement.new:
         _check_seed(options)
-    lost = [key for key in placement.missing if key.startswith(_classifiers(cfg))]
+    lost = [key for key in placement.new if key.startswith(_classifiers(cfg))]
     if classifies and lost:
         raise ValueError(
             f"expected the classifier of {name} in {options.checkpoint}, but {lost[0]} is missing"

@@ -5,7 +5,7 @@ Everything works on one image at a time, in time and memory linear in its patche
 no files and draws nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import PatchClassifier
+from visionattn.models.patches import grid_of
 from visionattn.models.segmentation import Segmenter
 from visionattn.ops.attention_rows import AttentionRows
 
@@ -95,12 +96,6 @@ def block_number(model: VisionAttnTransformer, index: int) -> int:
     return places_of_blocks([index], len(model.blocks), "block")[0]
 
 
-def grid_of(model: VisionAttnTransformer, inputs: Tensor) -> Grid:
-    """Return the grid of patches of images ``[B, C, H_px, W_px]``."""
-    rows, columns = model.patch_embed.patch_size
-    return Grid(-(-inputs.shape[2] // rows), -(-inputs.shape[3] // columns))
-
-
 def find_attribution(
     model: VisionAttnTransformer,
     inputs: Tensor,
@@ -134,19 +129,15 @@ def find_attribution(
         if gradient:
             margin.backward()
             found = (inputs.grad * inputs.detach()).sum(1)[0].cpu()
-    logits, tokens, grid = logits.detach(), tokens.detach(), grid_of(model, inputs)
-    patches, channels = _divided(model, tokens, present, target, logits)
-    value = float(margin.detach())
-    return Attribution(
-        logits.float().cpu(),
-        target,
-        value,
-        None if patches is None else patches.unflatten(0, grid),
-        None if channels is None else channels.unflatten(0, grid),
-        None if patches is None else value - float(patches.sum()),
-        found if gradient else None,
-        described(model),
-    )
+    logits, tokens, value = logits.detach(), tokens.detach(), float(margin.detach())
+    patches, channels, rest = None, None, None
+    if divides(model):
+        grid = grid_of(inputs.shape[2:], model.patch_embed.patch_size)
+        part = _pooled_tokens(model, tokens, present)
+        patches, channels = divided(model, lambda: [part], logits, target, grid)
+        rest = value - float(patches.sum())
+    gradients, known = found if gradient else None, logits.float().cpu()
+    return Attribution(known, target, value, patches, channels, rest, gradients, described(model))
 
 
 def checked_target(logits: Tensor, target: int | None) -> int:
@@ -334,70 +325,95 @@ def described(model: VisionAttnTransformer) -> str:
     )
 
 
-def _divided(
+def _pooled_tokens(
+    model: VisionAttnTransformer, tokens: Tensor, present: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return places and tokens of an image, as ``pools_of`` needs them.
+
+    Args:
+        tokens: ``[1, P + H*W, D]``.
+        present: bool ``[1, H*W]``; None: all.
+    """
+    x, prefix = tokens[0].double(), model.num_prefix_tokens
+    places = torch.arange(-prefix, len(x) - prefix, device=x.device)
+    there = places >= (-prefix if model.pool_include_prefix else 0)
+    if present is not None:
+        there[prefix:] &= present[0]
+    return places[there], x[there]
+
+
+class Pools(NamedTuple):
+    """Tokens pooled over an image, for each of D channels."""
+
+    largest: Tensor
+    """``[D]``, in the dtype of the tokens."""
+    winners: Tensor
+    """Places of the largest entries, int64 ``[D]``."""
+    total: Tensor
+    """float64 ``[D]``."""
+    count: int
+    """Number of tokens."""
+
+
+def pools_of(parts: Iterable[tuple[Tensor, Tensor]]) -> Pools:
+    """Pool the tokens of an image part by part: places ``[n]``, row by row from 0 for patches and
+    below 0 for prefix tokens, and tokens after the final norm, ``[n, D]``.
+    """
+    found: Pools | None = None
+    for places, x in parts:
+        largest, at = x.max(0)
+        winners, total, count = places[at], x.sum(0, dtype=torch.float64), len(x)
+        if found is not None:
+            # The first of equal entries wins, and NaN counts as the largest.
+            later = ~(found.largest >= largest) & ~found.largest.isnan()
+            largest = torch.where(later, largest, found.largest)
+            winners = torch.where(later, winners, found.winners)
+            total, count = total + found.total, count + found.count
+        found = Pools(largest, winners, total, count)
+    assert found is not None
+    return found
+
+
+def divided(
     model: VisionAttnTransformer,
-    tokens: Tensor,
-    present: Tensor | None,
-    target: int,
+    parts: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     logits: Tensor,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the contribution of each patch to the margin, float64 ``[H*W]``, and the number of
-    channels that each wins; None if the pooling cannot be divided.
+    target: int,
+    grid: Grid,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the contribution of each patch to the margin, float64 ``[H, W]``, and the number of
+    channels that each wins, None without a maximum.
 
     The norm maps the pooled features m to ``scale * (m - centre) + bias``, with the mean and
     standard deviation of this image. The margin is then a sum over channels, and each channel is
     assigned to its patch.
-    """
-    if not divides(model):
-        return None, None
-    pool = model.global_pool
-    prefix = model.num_prefix_tokens
-    first = 0 if model.pool_include_prefix else prefix
-    x = tokens[0, first:].double()
-    there = torch.ones(len(x), dtype=torch.bool, device=x.device)
-    if present is not None:
-        there[prefix - first :] = present[0]
-    largest, places = x.masked_fill(~there[:, None], float("-inf")).max(0)
-    mean = x.masked_fill(~there[:, None], 0).sum(0) / there.sum()
-    shares = shares_of(model, largest, mean, logits, target)
-    added, channels = torch.zeros(len(x), dtype=torch.float64, device=x.device), None
-    if pool != "avg":
-        added.index_add_(0, places, shares.of_largest)
-        channels = torch.bincount(places, minlength=len(x))[prefix - first :].cpu()
-    if pool != "max":
-        of_each = (x - shares.centre) @ shares.of_mean / there.sum()
-        added += of_each.masked_fill(~there, 0)
-    return added[prefix - first :].cpu(), channels
-
-
-class Shares(NamedTuple):
-    """The margin of a class as a sum over the channels of the pooled tokens."""
-
-    of_largest: Tensor
-    """Contribution of each channel's largest entry, float64 ``[D]``."""
-    of_mean: Tensor
-    """Weight of each channel in the mean over all tokens, after subtracting ``centre``."""
-    centre: Tensor
-
-
-def shares_of(
-    model: VisionAttnTransformer, largest: Tensor, mean: Tensor, logits: Tensor, target: int
-) -> Shares:
-    """Return the shares, for a model for which ``divides`` is True.
 
     Args:
-        model: its pooling, norm and classifier are used.
-        largest: maximum of each channel over the pooled tokens, float64 ``[D]``.
-        mean: mean of each channel over the pooled tokens, float64 ``[D]``.
+        model: ``divides`` is True for it.
+        parts: yields the tokens, as ``pools_of`` needs them.
         logits: ``[num_classes]``.
         target: the class.
+        grid: H and W.
     """
-    pool = model.global_pool
-    pooled = {"max": largest, "avg": mean, "avgmax": 0.5 * (largest + mean)}[pool]
-    scale, centre = _affine(model.fc_norm, pooled)
+    pools = pools_of(parts())
+    largest, mean = pools.largest.double(), pools.total / pools.count
+    of_largest, of_mean = {"max": (1.0, 0.0), "avg": (0.0, 1.0), "avgmax": (0.5, 0.5)}[
+        model.global_pool
+    ]
+    scale, centre = _affine(model.fc_norm, of_largest * largest + of_mean * mean)
     weights = contrast(model, logits, target).double() @ model.head.weight.detach().double() * scale
-    of_largest, of_mean = {"max": (1.0, 0.0), "avg": (0.0, 1.0), "avgmax": (0.5, 0.5)}[pool]
-    return Shares(of_largest * weights * (largest - centre), of_mean * weights, centre)
+    added, channels = torch.zeros(grid.num_patches, dtype=torch.float64), None
+    if of_largest:
+        patch = pools.winners >= 0
+        winners, won = pools.winners[patch].cpu(), of_largest * weights * (largest - centre)
+        added.index_add_(0, winners, won[patch].cpu())
+        channels = torch.bincount(winners, minlength=len(added)).unflatten(0, grid)
+    if of_mean:
+        for places, x in parts():
+            patch = places >= 0
+            own = (x[patch].double() - centre) @ (of_mean * weights) / pools.count
+            added.index_add_(0, places[patch].cpu(), own.cpu())
+    return added.unflatten(0, grid), channels
 
 
 def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:

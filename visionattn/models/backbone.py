@@ -4,7 +4,7 @@ The layout of the tokens is derived from the patches once per forward pass and p
 as an argument.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from visionattn.models.patches import (
     absolute_position,
     blank_absent,
     filled_grids,
+    grid_of,
     pool_present,
     present_patches_of,
     present_places,
@@ -59,6 +60,16 @@ def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor
     return count_classes(
         layout, (horizon, horizon), dtype=accumulation_dtype(like), device=like.device
     )
+
+
+def with_counts(layout: TokenLayout, blocks: Iterable[nn.Module], like: Tensor) -> TokenLayout:
+    """Return the layout with the counts that the blocks need, computed once for all of them, on the
+    device and for the dtype of ``like``.
+    """
+    tables = first_counted(blocks)
+    if tables is None:
+        return layout
+    return layout._replace(counts=class_counts_like(layout, tables.horizon, like))
 
 
 class VisionAttnTransformer(VisionTransformer):
@@ -302,33 +313,38 @@ class VisionAttnTransformer(VisionTransformer):
         """
         return super().no_weight_decay() | {"*.attn.relative.*", "*.attn.temperature"}
 
-    def _pos_embed(self, x: Tensor, filled: Tensor | None = None) -> Tensor:
-        """Prepend prefix tokens and add the absolute position: ``[B, H, W, D]`` to
-        ``[B, P + H*W, D]``.
+    def with_prefix(self, x: Tensor) -> Tensor:
+        """Prepend the prefix tokens to patches ``[B, n, D]``; the result is contiguous."""
+        prefix = self.prefix_tokens()
+        return torch.cat([x] if prefix is None else [prefix.expand(x.shape[0], -1, -1), x], dim=1)
+
+    def prefix_tokens(self) -> Tensor | None:
+        """Return the class and register tokens with their position, ``[1, P, D]``; None: none."""
+        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
+        if not tokens:
+            return None
+        x = torch.cat(tokens, 1)
+        if self.pos_embed is None or self.no_embed_class:
+            return x
+        return x + self.pos_embed[:, : self.num_prefix_tokens]
+
+    def patch_position(self, grid: Grid, filled: Tensor | None = None) -> Tensor:
+        """Return the learned position of the patches of a grid, ``[1 or B, H*W, D]``.
 
         ``filled`` is the result of ``filled_grids``.
         """
-        grid = Grid(x.shape[1], x.shape[2])
-        x = x.flatten(1, 2)
-        prefix = [
-            token.expand(x.shape[0], -1, -1)
-            for token in (self.cls_token, self.reg_token)
-            if token is not None
-        ]
-        if self.pos_embed is None:
-            return self.pos_drop(torch.cat([*prefix, x], dim=1))
-        num_prefix = 0 if self.no_embed_class else self.num_prefix_tokens
-        position = absolute_position(
-            self.pos_embed,
-            grid,
-            self.patch_embed.grid_size,
-            num_prefix,
-            filled,
-            antialias=self.pos_antialias,
-        )
-        if self.no_embed_class:
-            return self.pos_drop(torch.cat([*prefix, x + position], dim=1))
-        return self.pos_drop(torch.cat([*prefix, x], dim=1) + position)
+        prefix = 0 if self.no_embed_class else self.num_prefix_tokens
+        own, antialias = self.patch_embed.grid_size, self.pos_antialias
+        return absolute_position(self.pos_embed[:, prefix:], grid, own, filled, antialias=antialias)
+
+    def _pos_embed(self, x: Tensor, filled: Tensor | None = None) -> Tensor:
+        """Prepend prefix tokens and add the absolute position: ``[B, H, W, D]`` to
+        ``[B, P + H*W, D]``.
+        """
+        grid, x = Grid(x.shape[1], x.shape[2]), x.flatten(1, 2)
+        if self.pos_embed is not None:
+            x = x + self.patch_position(grid, filled)
+        return self.pos_drop(self.with_prefix(x))
 
     def _embed(self, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, TokenLayout]:
         """Turn images ``[B, C, H_px, W_px]`` into tokens ``[B, P + n, D]`` and their layout."""
@@ -343,19 +359,10 @@ class VisionAttnTransformer(VisionTransformer):
         if not isinstance(self.patch_drop, nn.Identity):
             x, kept = self.patch_drop(x, present)
         layout = TokenLayout(self.num_prefix_tokens, grid, kept, present=present)
-        layout = self.counted(layout, x)
+        layout = with_counts(layout, self.blocks, x)
         x = self.norm_pre(x)
         warn_of_softmax(self.blocks, x)
         return x, layout
-
-    def counted(self, layout: TokenLayout, like: Tensor) -> TokenLayout:
-        """Return the layout with the counts that the blocks need, computed once for all of them, on
-        the device and for the dtype of ``like``.
-        """
-        tables = first_counted(self.blocks)
-        if tables is None:
-            return layout
-        return layout._replace(counts=class_counts_like(layout, tables.horizon, like))
 
     def _run_block(
         self,
@@ -397,9 +404,9 @@ class VisionAttnTransformer(VisionTransformer):
 
         ``forward_head`` accepts this mask. None if ``sizes`` is None: no patch is absent.
         """
-        rows, columns = self.patch_embed.patch_size
-        grid = Grid(-(-x.shape[2] // rows), -(-x.shape[3] // columns))
-        return present_places(filled_grids(x, sizes, (rows, columns)), grid)
+        patch_size = self.patch_embed.patch_size
+        grid = grid_of(x.shape[2:], patch_size)
+        return present_places(filled_grids(x, sizes, patch_size), grid)
 
     def pool(
         self, x: Tensor, pool_type: str | None = None, present: Tensor | None = None

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from visionattn.layers import Block
 from visionattn.layout import Grid, TokenLayout
-from visionattn.models.backbone import class_counts_like
-from visionattn.models.mixed_blocks import first_counted
+from visionattn.models.backbone import with_counts
 from visionattn.models.patches import pool_present
 from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.checks import described
@@ -174,9 +173,7 @@ class BagEncoder(nn.Module):
         ``[B, n, in_features]`` of tiles, or of patches, with any layout.
         """
         x = self.embed(features)
-        tables = first_counted(self.blocks)
-        if tables is not None:
-            layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
+        layout = with_counts(layout, self.blocks, x)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         for block in self.blocks:

@@ -32,7 +32,7 @@ from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import PatchModel
 from visionattn.models.registration import is_ours
 from visionattn.models.segmentation import Segmenter, classifier_of
-from visionattn.models.state_dicts import checkpoint_filter_fn, fit_position, shape, shorten
+from visionattn.models.state_dicts import Placement, checkpoint_filter_fn, fit_position, shape
 from visionattn.models.weights import (
     FORMAT,
     KEPT,
@@ -177,7 +177,7 @@ def _parts(model: nn.Module) -> dict[str, tuple]:
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(Placement):
     """A model with the weights of another, and a record of where each tensor came from."""
 
     model: VisionAttnTransformer
@@ -188,25 +188,6 @@ class Converted:
     """The arguments that build it, without ``num_classes`` and ``in_chans``; JSON types."""
     spec: DataSpec
     """Specification of the teacher's images."""
-    source: str
-    """The teacher's name."""
-    taken: list[str]
-    """Names in the model that have the teacher's values, including resampled ones."""
-    resampled: list[str]
-    """Names in ``taken``, with shapes, whose values were interpolated."""
-    new: list[str]
-    """Names in the model that the teacher does not have, at their initial values."""
-    left_out: list[str]
-    """Names in the teacher without a place in the model."""
-
-    def lines(self) -> list[str]:
-        """Return a compact, readable list of the origin of the weights."""
-        several = len(self.taken) + len(self.new)
-        parts = {"resampled": self.resampled, "new": self.new, "left out": self.left_out}
-        return [
-            f"{len(self.taken)} of {several} tensors come from {self.source}",
-            *(f"  {what} ({len(of)}): {shorten(of)}" for what, of in parts.items() if of),
-        ]
 
     def save(self, path: str | Path) -> None:
         """Write the model to a file in the format of ``save_model``, which ``load_model`` reads.

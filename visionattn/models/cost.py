@@ -271,7 +271,9 @@ class Passes:
             restore_random_state(kept)
             self.model.train(training)
             self.model.zero_grad(set_to_none=True)
-            put_back(buffers)
+            with torch.no_grad():
+                for tensor, value in buffers:
+                    tensor.copy_(value)
             torch.cuda.empty_cache()
 
     def forward_seconds(
@@ -299,13 +301,6 @@ class Passes:
         except (RuntimeError, AssertionError, MemoryError, ValueError):
             return None
         return seconds / images * rows * columns / math.prod(tried)
-
-
-def put_back(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write the saved values of tensors back into them."""
-    with torch.no_grad():
-        for tensor, value in kept:
-            tensor.copy_(value)
 
 
 def whole_bytes(count: float | None) -> int | None:
@@ -430,13 +425,9 @@ class Memory:
         slope = max(0, many - few) / max(1, pixels - math.prod(less))
         return many + int(min(slope * (rows * columns - pixels), 1 << 62))
 
-    def about(self, size: Size) -> int | None:
-        """Return the memory of one image of a size."""
-        return self.bytes_of((1, *size))
-
     def too_much(self, size: Size) -> bool:
         """Return whether one image of a size clearly needs more than the available memory."""
-        return clearly_above(self.about(size), self.there_bytes, bounded=self.bounded)
+        return clearly_above(self.bytes_of((1, *size)), self.there_bytes, bounded=self.bounded)
 
     def fits(self, shape: Shape) -> bool:
         """Return whether a batch leaves some of the available memory free."""

@@ -21,7 +21,6 @@ from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
     is_model_pretrained,
-    register_model,
     resolve_pretrained_cfg,
 )
 from torch import nn
@@ -29,7 +28,7 @@ from torch import nn
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import HEAD_ARGS
 from visionattn.models.pyramid import STRIDES
-from visionattn.models.registration import DEFAULTS, PYRAMID, class_of, is_ours
+from visionattn.models.registration import DEFAULTS, PYRAMID, class_of, is_ours, register_as
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
 from visionattn.models.weights import (
     FORMAT,
@@ -171,10 +170,8 @@ def register(module: str, name: str, args: dict[str, Any]) -> None:
         say_images(model)
         return model
 
-    create.__name__ = create.__qualname__ = name
-    create.__module__ = module
-    create.__doc__ = f"{name}: " + ", ".join(f"{key} {value}" for key, value in args.items())
-    register_model(create)
+    doc = f"{name}: " + ", ".join(f"{key} {value}" for key, value in args.items())
+    register_as(create, module, name, doc)
 
 
 def _checkpoint_of_caller() -> Any:

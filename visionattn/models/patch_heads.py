@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.bag import BagEncoder
 from visionattn.models.mixed_blocks import places_of_blocks
-from visionattn.models.patches import filled_grids, pool_present, present_places
+from visionattn.models.patches import filled_grids, grid_of, pool_present, present_places
 
 HEAD_ARGS = ("head_blocks", "head_stride", "head_hidden", "head_drop", "head_depth")
 HEAD_ARGS += ("head_attention", "head_top")
@@ -162,9 +162,7 @@ class PatchModel(nn.Module):
 
     def present_patches(self, x: Tensor, sizes: Tensor | None) -> Tensor | None:
         """Return True for the patches that images fill, bool ``[B, H*W]``; None: all."""
-        down, across = self.places
-        grid = Grid(-(-x.shape[2] // down), -(-x.shape[3] // across))
-        return present_places(self.filled(x, sizes), grid)
+        return present_places(self.filled(x, sizes), grid_of(x.shape[2:], self.places))
 
     def forward_patches(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
         """Return the input of the last layer, ``[B, features, H, W]``."""

@@ -10,7 +10,7 @@ because FX only wraps such names.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,19 +41,32 @@ class DynamicPatchEmbed(PatchEmbed):
         Raises:
             ValueError: an image that is not a whole number of patches, or (strict) of another size.
         """
-        height, width = x.shape[-2:]
-        if self.strict_img_size and (height != self.img_size[0] or width != self.img_size[1]):
-            raise ValueError(
-                f"image of {height} x {width} pixels, but dynamic_img_size=False fixes "
-                f"{self.img_size}"
-            )
+        check_image_size(self, *x.shape[-2:])
+        return self.embed(x)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Embed images, or whole rows of patches of images, whose size is checked."""
         if self.dynamic_img_pad:
-            x = nn.functional.pad(
-                x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0])
-            )
-        elif height % self.patch_size[0] or width % self.patch_size[1]:
-            raise ValueError(wrong_size(height, width, self.patch_size))
+            height, width = x.shape[-2:]
+            x = F.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+def check_image_size(embed: PatchEmbed, height: int, width: int) -> None:
+    """Raise ValueError if a patch embedding does not accept images of this size in pixels."""
+    rows, columns = embed.patch_size
+    if embed.strict_img_size and (height != embed.img_size[0] or width != embed.img_size[1]):
+        raise ValueError(
+            f"image of {height} x {width} pixels, but dynamic_img_size=False fixes {embed.img_size}"
+        )
+    if not embed.dynamic_img_pad and (height % rows or width % columns):
+        raise ValueError(wrong_size(height, width, embed.patch_size))
+
+
+def grid_of(size: Sequence[int], patch_size: tuple[int, int]) -> Grid:
+    """Return the grid of the patches that cover an image, whose height and width are in pixels."""
+    height, width = size
+    return Grid(-(-height // patch_size[0]), -(-width // patch_size[1]))
 
 
 def wrong_size(
@@ -155,19 +168,17 @@ def absolute_position(
     position: Tensor,
     grid: Grid,
     own_grid: tuple[int, int],
-    num_prefix: int,
     filled: Tensor | None,
     *,
     antialias: bool = True,
 ) -> Tensor:
-    """Return the learned position ``[1, P + h*w, D]`` resampled to the grid that each image fills:
-    ``[1 or B, P + H*W, D]``.
+    """Return the learned position ``[1, h*w, D]`` resampled to the grid that each image fills:
+    ``[1 or B, H*W, D]``.
 
     Args:
-        position: of P prefix tokens and a grid of h x w.
+        position: of a grid of h x w.
         grid: H and W.
         own_grid: h and w.
-        num_prefix: P.
         filled: see ``filled_grids``; None: all images fill the grid, and timm's function is used.
         antialias: see ``axis_weights``.
     """
@@ -176,17 +187,16 @@ def absolute_position(
             position,
             new_size=grid,
             old_size=own_grid,
-            num_prefix_tokens=num_prefix,
+            num_prefix_tokens=0,
             antialias=antialias,
         )
-    patches = position[0, num_prefix:].float().unflatten(0, own_grid)
+    patches = position[0].float().unflatten(0, own_grid)
     # Rows first, then columns: bicubic interpolation is a matrix product per axis.
     rows = axis_weights(filled[:, 0], grid[0], own_grid[0], antialias)
     own = product(rows, patches.flatten(1)).unflatten(2, patches.shape[1:])
     columns = axis_weights(filled[:, 1], grid[1], own_grid[1], antialias)
     own = product(columns[:, None].expand(-1, grid[0], -1, -1), own)
-    prefix = position[:, :num_prefix].expand(len(filled), -1, -1)
-    return torch.cat([prefix, own.flatten(1, 2).to(position.dtype)], dim=1)
+    return own.flatten(1, 2).to(position.dtype)
 
 
 def axis_weights(filled: Tensor, length: int, old: int, antialias: bool = True) -> Tensor:

@@ -3,6 +3,7 @@ task by its name.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import timm
@@ -57,9 +58,13 @@ def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
         timms = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
         return kind(**{key: value for key, value in kwargs.items() if key not in timms})
 
+    register_as(create, module, name, kind.__doc__)
+
+
+def register_as(create: Callable[..., nn.Module], module: str, name: str, doc: str | None) -> None:
+    """Register a function with timm as the entry point ``name`` of ``module``."""
     create.__name__ = create.__qualname__ = name
-    create.__module__ = module
-    create.__doc__ = kind.__doc__
+    create.__module__, create.__doc__ = module, doc
     register_model(create)
 
 

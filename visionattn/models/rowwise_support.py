@@ -84,9 +84,7 @@ def _check_tokens(model: nn.Module, body: VisionAttnTransformer) -> None:
 
     def embed(x: Tensor) -> list[Tensor]:
         pixels = x.unflatten(2, (body.in_chans, down, across)).transpose(1, 2).flatten(2, 3)
-        part = body.patch_embed
-        x = part.norm(part.proj(pixels).permute(0, 2, 3, 1)).flatten(1, 2)
-        return [body.norm_pre(body.pos_drop(x))]
+        return [body.norm_pre(body.pos_drop(body.patch_embed.embed(pixels).flatten(1, 2)))]
 
     def last(x: Tensor) -> list[Tensor]:
         x = body.norm(x)

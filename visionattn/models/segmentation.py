@@ -5,7 +5,7 @@ timm's, built by name as for classification.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,13 +68,22 @@ class Segmenter(PatchModel):
 
         Cells of absent patches repeat the nearest present ones.
         """
-        logits = self.head(self.forward_patches(x, sizes))
-        batch, _, height, width = logits.shape
-        down, across = self.cells
-        logits = logits.view(batch, self.num_classes, down, across, height, width)
-        size = (batch, self.num_classes, height * down, width * across)
-        logits = logits.permute(0, 1, 4, 2, 5, 3).reshape(size)
+        logits = self.cells_of(self.head(self.forward_patches(x, sizes)))
         return logits if sizes is None else self._extended(logits, self.filled(x, sizes))
+
+    def cells_of(self, logits: Tensor) -> Tensor:
+        """Turn the logits of patches, ``[B, cell_logits, H, W]``, into maps of their cells."""
+        parts = logits.unflatten(1, (self.num_classes, *self.cells))
+        return parts.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)
+
+    def strips(self, cells: Tensor, rows: slice, step: int) -> Iterator[Tensor]:
+        """Yield the logits of the pixels of some rows of cells, ``step`` rows at a time."""
+        for first in range(rows.start, rows.stop, step):
+            # The interpolation needs one row of cells on either side.
+            above, last = max(0, first - 1), min(rows.stop, first + step)
+            part = enlarged(cells[:, :, above : last + 1], self.stride)
+            begin = (first - above) * self.stride
+            yield part[:, :, begin : begin + (last - first) * self.stride]
 
     def _extended(self, logits: Tensor, filled: Tensor) -> Tensor:
         """Repeat the last filled row and column, up to whole patches, so that absent parts do not
@@ -122,14 +131,8 @@ class Segmenter(PatchModel):
     def _in_strips(
         self, convert: Callable[[Tensor], Tensor], x: Tensor, sizes: Tensor | None, strip: int
     ) -> Tensor:
-        logits = self.forward_cells(x, sizes).float()
-        found = []
-        for first in range(0, logits.shape[2], strip):
-            # The interpolation needs one row of cells on either side.
-            above, last = max(0, first - 1), min(logits.shape[2], first + strip)
-            part = enlarged(logits[:, :, above : last + 1], self.stride)
-            begin = (first - above) * self.stride
-            found.append(convert(part[:, :, begin : begin + (last - first) * self.stride]))
+        cells = self.forward_cells(x, sizes).float()
+        found = [convert(part) for part in self.strips(cells, slice(0, cells.shape[2]), strip)]
         return torch.cat(found, 2)[:, :, : x.shape[2], : x.shape[3]]
 
 

@@ -8,6 +8,7 @@ happens there. With ``strict`` false, nothing is adapted.
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -186,6 +187,37 @@ class FeatureMaps(FeatureGetterNet):
             kept = fitted_whole(self.model, kept)
             state_dict = {f"model.{name}": value for name, value in kept.items()}
         return super().load_state_dict(state_dict, strict, assign)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A record of where each tensor of a model came from."""
+
+    source: str
+    """A file, or the name of another model."""
+    taken: list[str]
+    """Names in the model that have values of the source, including resampled ones."""
+    resampled: list[str]
+    """Names in ``taken``, with shapes, whose values were interpolated."""
+    new: list[str]
+    """Names in the model that the source does not have, at their initial values."""
+    left_out: list[str]
+    """Names in the source without a place in the model."""
+
+    def lines(self) -> list[str]:
+        """Return a compact, readable list of the origin of the weights."""
+        several = len(self.taken) + len(self.new)
+        parts = {"resampled": self.resampled, "new": self.new, "left out": self.left_out}
+        lines = [
+            f"{len(self.taken)} of {several} tensors come from {self.source}",
+            *(f"  {what} ({len(of)}): {shorten(of)}" for what, of in parts.items() if of),
+        ]
+        if any(".output_gate." in name for name in self.new):
+            lines.append(
+                "  output gates start near 0 and suppress the copied attention; pass "
+                "--model.args.output_gate false to remove them"
+            )
+        return lines
 
 
 def shorten(names: list[str], most: int = 12) -> str:

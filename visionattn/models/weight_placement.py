@@ -1,48 +1,12 @@
 """Loading of weights from another model into a model, as far as they fit."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from visionattn.models.conversion import adapt_channels, filter_checkpoint
-from visionattn.models.state_dicts import shape, shorten
+from visionattn.models.state_dicts import Placement, shape
 from visionattn.models.weights import describe_misfit, read_state_dict, same_kind
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the tensors of a file went in a model."""
-
-    source: str
-    """The file."""
-    placed: list[str]
-    """Names in the model that got values from the file, including resampled ones."""
-    resampled: list[str]
-    """Names in ``placed``, with shapes, whose values were interpolated."""
-    missing: list[str]
-    """Names in the model that keep their initial values."""
-    unused: list[str]
-    """Names in the file without a place in the model."""
-
-    def lines(self) -> list[str]:
-        """Return the placement as a compact list for people."""
-        head = (
-            f"{len(self.placed)} of {len(self.placed) + len(self.missing)} tensors start from "
-            f"{self.source}"
-        )
-        parts = (
-            ("resampled", self.resampled),
-            ("keep their initial values", self.missing),
-            ("not used", self.unused),
-        )
-        lines = [f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names]
-        if any(".output_gate." in name for name in self.missing):
-            lines.append(
-                "  output gates start near 0 and suppress the copied attention; pass "
-                "--model.args.output_gate false to remove them"
-            )
-        return [head, *lines]
 
 
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
@@ -85,21 +49,19 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
         for key, value in filtered.items()
         if key in wanted and value.shape == wanted[key].shape and same_kind(value, wanted[key])
     }
-    placed = [key for key in wanted if key in fitting]
-    if not any(fitting[key].ndim > 1 for key in placed):
+    taken = [key for key in wanted if key in fitting]
+    if not any(fitting[key].ndim > 1 for key in taken):
         raise ValueError(
             f"no tensor of {path} fits the model {name}: {describe_misfit(filtered, wanted)}"
         )
     # For the list: tensors of the file that were used, under any name, and those resampled.
     origins = {id(value): key for key, value in given.items()}
-    used = {origins.get(id(filtered[key]), key) for key in placed}
+    used = {origins.get(id(filtered[key]), key) for key in taken}
     resampled = [
         f"{key} {shape(given[key])} -> {shape(fitting[key])}"
-        for key in placed
+        for key in taken
         if key in given and given[key].shape != fitting[key].shape
     ]
     model.load_state_dict(fitting, strict=False)
-    missing = [key for key in wanted if key not in fitting]
-    return Placement(
-        str(path), placed, resampled, missing, [key for key in given if key not in used]
-    )
+    new = [key for key in wanted if key not in fitting]
+    return Placement(str(path), taken, resampled, new, [key for key in given if key not in used])

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 
 from torch import nn
 
@@ -92,20 +92,27 @@ def plan(
     usual = max(least, min(grid.height, -(-BAND_TOKENS // grid.width)))
     row = grid.width * prod(body.patch_embed.patch_size) * PIXEL_COPIES * 2  # float16
     row *= model.num_classes if want == "probabilities" else 0
-    takes = {each: _band_bytes(body, grid, each) + each * row for each in range(least, usual + 1)}
-    fewest = min(takes, key=takes.__getitem__)
-    wanted = takes[fewest] if rows is None else takes.get(rows, 0)
-    mapped = memory is not None and held + wanted > memory
+    mapped = False
     if rows is None:
-        room = None if memory is None else memory - (0 if mapped else held)
-        fitting = [each for each, taken in takes.items() if room is None or taken <= room]
+        takes = {
+            each: _band_bytes(body, grid, each) + each * row for each in range(least, usual + 1)
+        }
+        room = inf if memory is None else memory
+        # Tokens in memory first, with bands of as many rows as fit.
+        fitting = [
+            (in_map, each)
+            for in_map in (False, True)
+            for each in reversed(takes)
+            if takes[each] + (0 if in_map else held) <= room
+        ]
         if not fitting:
+            fewest = min(takes, key=takes.__getitem__)
             said = "1 row" if fewest == 1 else f"{fewest} rows"
             raise BelowOneBand(
                 f"{bound} is below one band: {sized(takes[fewest])} for {said} of {grid.width} "
                 "patches"
             )
-        rows = max(fitting)
+        mapped, rows = fitting[0]
     bands, mapped = -(-grid.height // rows), mapped or in_files
     line = (
         f"{grid.height} x {grid.width} patches in {bands} band{'s' * (bands > 1)}, tokens in "

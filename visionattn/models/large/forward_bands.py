@@ -1,24 +1,24 @@
 """``forward_tiled``: the forward pass block by block over bands of rows, for images of any size.
 
 Attention here needs only sums of constant size and a few nearby rows of all other tokens
-(``ops/strips.py``). The tokens of the image are stored twice, before and after one block, and a
-block processes them band by band. While the tokens of a band leave a block, the next block
-accumulates its sums:
+(``ops/strips.py``). The tokens of the image are stored twice, before and after one block. A block
+first sums over all tokens, and then maps them band by band:
 
-    read pixels, embed     tokens of band 0, 1, ...   -> sums of block 0
-    block 0 maps           tokens of band 0, 1, ...   -> sums of block 1
+    read pixels, embed       bands of store 0
+    block 0    store 0   ->  sums, then bands of store 1
+    block 1    store 1   ->  sums, then bands of store 0
     ...
-    the last block maps    tokens of band 0, 1, ...   -> output
+    output     the store of the last block, band by band
 
-A step reads tokens from one store and writes them to the other. Tokens in files are all that a
-killed pass needs to resume: finished bands are read again for the sums. All results equal
-``forward``, up to the rounding of sums.
+Tokens in files are all that a killed pass needs to resume. All results equal ``forward``, up to
+the rounding of sums.
 """
 
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,8 +58,6 @@ OF_PIXELS = ("masks", "probabilities")
 """Outputs of a ``Segmenter``."""
 CUT = "; cut the image into tiles instead"
 """End of the error for a model that cannot be computed in bands."""
-PIECE_TOKENS = 8192
-"""Number of tokens per MLP call: its hidden layer is four times as wide."""
 
 
 def forward_tiled(
@@ -111,7 +109,7 @@ def forward_tiled(
     Raises:
         ValueError: a model whose blocks need all tokens at once, an image smaller than a patch, a
             memory limit below one band, or a folder with the work of another call.
-        Stopped: Ctrl-C or SIGTERM, at the end of a band, if there is a ``work`` folder.
+        Stopped: Ctrl-C or SIGTERM, after at most one more band, if there is a ``work`` folder.
         Exceptions of the source, the sink and ``prepare``.
     """
     if want not in get_args(Want):
@@ -142,12 +140,12 @@ def check_tiled(model: nn.Module, want: Want = "logits") -> VisionAttnTransforme
     if isinstance(model, Segmenter) != (want in OF_PIXELS) and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
         raise ValueError(f"want {want!r} does not fit the model, which has {given}")
-    try:
-        check_rowwise(model)
-    except ValueError as error:
-        raise ValueError(f"{error}{CUT}") from error
     if want in OF_PIXELS and model.neck is not None:
         raise ValueError(f"expected a linear head, got one with a hidden layer{CUT}")
+    try:
+        check_rowwise(body if want == "dense" else model)
+    except ValueError as error:
+        raise ValueError(f"{error}{CUT}") from error
     if want in OF_PIXELS and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
         raise ValueError(
             f"head {why}, which bands would bypass: with {len(model.taken)} head_blocks, its "
@@ -174,9 +172,8 @@ class _Pass:
         self.body, self.image, self.folder = body, image, folder
         self.layout = TokenLayout(body.num_prefix_tokens, image.grid)
         files: Path | None = folder and folder.folder
-        paths: list[Path] = []
         if folder is not None:
-            stack.callback(folder.close, paths)
+            stack.callback(folder.close)
         # A resumed pass keeps its bands, whatever memory is available now.
         known = dict(rows=folder.rows if folder else None, in_files=folder is not None)
         self.plan = plan(body, image.grid, memory, want, model, **known)
@@ -184,8 +181,7 @@ class _Pass:
             files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
         def stores(name: str, layout: TokenLayout, width: int) -> list[TokenStore]:
-            own: list[Path | None] = [files and files / f"{name}.{i}" for i in (0, 1)]
-            paths.extend(path for path in own if path)
+            own = [files and files / f"{name}.{i}" for i in (0, 1)]
             return [TokenStore(layout, width, weight_like(body), path) for path in own]
 
         self.tokens = stores("tokens", self.layout, body.embed_dim)
@@ -200,9 +196,9 @@ class _Pass:
         elif want == "dense":
             self.output = Dense(body, image.grid, sink)
         elif want == "evidence":
-            self.output = Evidenced(body, image.grid, target)
+            self.output = Evidenced(body, target)
         else:
-            self.output = Pooled(body, image.grid, logits=want == "logits")
+            self.output = Pooled(body, logits=want == "logits")
         height, rows = image.grid.height, self.plan.rows
         self.bands = [bands_of(height, rows)]
         self.bands += [bands_of(height, rows, block.attn) for block in body.blocks]
@@ -213,108 +209,76 @@ class _Pass:
         step, number = self.begun
         of = "the reading" if step == 0 else f"block {step - 1}"
         goes_on = self.folder is not None and self.folder.place is not None
-        say(f"resuming at band {number + 1} of {of}" if goes_on else self.plan.line)
-        done = sum(len(bands) for bands in self.bands[:step]) + number
-        begun = time.perf_counter()
+        next_band = min(number + 1, len(self.bands[step]))  # all are done: the output is left
+        say(f"resuming at band {next_band} of {of}" if goes_on else self.plan.line)
+        # Tapped steps pass their bands twice: once to compute them, once for the output.
+        counts = [
+            len(bands) * (2 if after - 1 in self.output.taps else 1)
+            for after, bands in enumerate(self.bands)
+        ]
+        begun, interruption = time.perf_counter(), Interruption()
         with ExitStack() as stack:
-            total, interruption = sum(map(len, self.bands)), Interruption()
-            progress = stack.enter_context(Progress(total, done, unit="bands"))
+            progress = Progress(sum(counts), sum(counts[:step]) + number, unit="bands")
+            stack.enter_context(progress)
             if self.folder is not None:
                 stack.enter_context(interruption)
             for place in stack.enter_context(closing(self._steps())):
-                progress.advance(1)
+                progress.advance(0 if place is None else 1)
                 if self.folder is not None:
-                    self.folder.record(place, self.plan.rows)
-                    if interruption.requested and progress.done < total:
+                    if place is not None:
+                        self.folder.record(place, self.plan.rows)
+                    if interruption.requested and progress.done < progress.total:
                         kept = f"{self.folder.folder} keeps the finished bands"
                         raise Stopped(f"stopped; {kept}; run the same command to resume")
         seconds, waited = time.perf_counter() - begun, self.image.waited_s
         if waited:
             share = f"{waited:.1f} s ({100 * waited / seconds:.1f} %)"
             say(f"{lasting(seconds)}, including {share} waiting for the file")
-        result = self.output.result(lambda: self._every(self.tokens[1 - len(self.bands) % 2]))
+        result = self.output.result(self.tokens[1 - len(self.bands) % 2], self.bands[-1])
         if self.folder is not None:
             self.folder.finish()
         return result.cpu() if isinstance(result, Tensor) else result
 
-    def _steps(self) -> Iterator[PassProgress]:
-        """Process the bands of each step; yield the progress after each band."""
-        block: BandBlock | None = None
-        # A block needs sums over all tokens before it, which the previous step has written.
-        for step in range(max(0, self.begun.step - 1), len(self.bands)):
-            following = None
-            if step < len(self.body.blocks):
-                bands = self.bands[step + 1]
-                following = BandBlock(self.body.blocks[step], self.layout, bands)
-            yield from self._step(step, block, following)
-            block = following
+    def _steps(self) -> Iterator[PassProgress | None]:
+        """Process the bands of each step; yield the progress after each band, and None where a stop
+        changes no progress.
+        """
+        for step in range(self.begun.step, len(self.bands)):
+            bands = self.bands[step]
+            yield from self._compute(step, self.begun.bands if step == self.begun.step else 0)
+            if step - 1 in self.output.taps:
+                for first, last in bands:
+                    self.output.take(step - 1, self.tokens[step % 2], first, last)
+                    yield PassProgress(step, len(bands))
 
-    def _step(
-        self, step: int, block: "BandBlock | None", following: "BandBlock | None"
-    ) -> Iterator[PassProgress]:
+    def _compute(self, step: int, done: int) -> Iterator[PassProgress | None]:
+        """Write the tokens of a step, band by band, except for bands that are done."""
         read, written = self.tokens[1 - step % 2], self.tokens[step % 2]
-        bands, done = self.bands[step], 0
-        if step <= self.begun.step:
-            done = self.begun.bands if step == self.begun.step else len(bands)
-        taps = step >= self.begun.step and step - 1 in self.output.taps
-
-        def hand_on(first: int | None, x: Tensor) -> None:
-            if taps:
-                self.output.take(step - 1, first, x)
-            if following is not None:
-                following.take(first, x)
-
-        if self.layout.num_prefix:
-            if step == 0:
-                written.prefix = self.image.prefix()
-            elif block is not None:
+        bands = self.bands[step][done:]
+        if step == 0:
+            prefix = self.image.prefix()
+            if prefix is not None:
+                written.prefix = prefix
+            with closing(self.image.bands(bands)) as embedded:
+                for number, ((first, _), x) in enumerate(zip(bands, embedded, strict=True), 1):
+                    written.write(first, x)
+                    written.flush()
+                    yield PassProgress(step, done + number)
+        elif bands:  # else the next step may have written to the store that this one reads
+            block = BandBlock(self.body.blocks[step - 1], self.layout, self.bands[step])
+            for _ in block.sum_over(read, self.bands[step - 1]):
+                yield None
+            if self.layout.num_prefix:
                 written.prefix = block.prefix(read.prefix)
-            hand_on(None, written.prefix)
-        for first, last in bands[:done]:
-            for row, x in self._pieces(first, written.read(first, last)):
-                hand_on(row, x)
-            if taps:
-                self.output.end_band()
-        with closing(self.image.bands([] if step else bands[done:])) as embedded:
-            for number, (first, last) in enumerate(bands[done:], done + 1):
-                if block is None:
-                    pieces = self._pieces(first, next(embedded))
-                else:
-                    pieces = block.band(first, last, read)
-                for row, x in pieces:
+            for number, (first, last) in enumerate(bands, 1):
+                for row, x in block.band(first, last, read):
                     written.write(row, x)
-                    hand_on(row, x.to(written.tokens.dtype))
-                if taps:
-                    self.output.end_band()
                 written.flush()
-                # The next step overwrites the tokens that this step has read.
-                ends = number == len(bands) and step + 1 < len(self.bands)
-                yield PassProgress(step + 1, 0) if ends else PassProgress(step, number)
-        if following is not None and following.attn.centre_keys:
-            following.centre()
-            following.take(None, written.prefix)
-            for row, x in self._every(written):
-                following.take(row, x)
-
-    @property
-    def _piece_rows(self) -> int:
-        return max(1, PIECE_TOKENS // self.layout.grid.width)
-
-    def _pieces(self, first: int, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield first row and tokens of each piece of ``[1, n, D]`` from row ``first`` on."""
-        width = self.layout.grid.width
-        for begin, end in bands_of(x.shape[1] // width, self._piece_rows):
-            yield first + begin, x[:, begin * width : end * width]
-
-    def _every(self, tokens: TokenStore) -> Iterator[tuple[int, Tensor]]:
-        """Yield all rows of a store, piece by piece."""
-        for first, last in bands_of(self.layout.grid.height, self._piece_rows):
-            yield first, tokens.read(first, last)
+                yield PassProgress(step, done + number)
 
 
 class BandBlock:
-    """A block over bands of rows: it accumulates sums from incoming tokens, and then maps band
-    after band.
+    """A block over bands of rows: it sums over all tokens, and then maps band after band.
 
     Args:
         block: a block of a model that ``check_rowwise`` accepts.
@@ -335,41 +299,39 @@ class BandBlock:
             flat = isinstance(relative, Flat)
             self.far = FarSums(spans, self.grid.num_patches if flat else self.grid.height)
 
-    def take(self, first: int | None, x: Tensor) -> None:
-        """Add tokens ``[1, n, D]`` of rows from ``first`` on to the sums; None: the prefix tokens,
-        which come first.
-        """
-        attn, normed = self.attn, self.block.norm1(x)
+    def sum_over(self, tokens: TokenStore, bands: Bands) -> Iterator[None]:
+        """Compute the sums over all tokens, in pieces of bands; yield after each piece."""
+        if self.attn.centre_keys:
+            sums = []
+            for _, x in tokens.pieces(bands):
+                k = self.attn.heads(self.block.norm1(x), "kv")[0]
+                sums.append(k.sum(2, keepdim=True, dtype=accumulation_dtype(k)))
+                yield
+            self.key_mean = reduce(torch.add, sums) / tokens.layout.num_tokens
+        if tokens.layout.num_prefix or not self.strips.windows:
+            for first, x in tokens.pieces(bands):
+                self._add(first, x)
+                yield
+
+    def _add(self, first: int | None, x: Tensor) -> None:
+        """Add the prefix tokens, which come first, or tokens ``[1, n, D]`` of rows."""
+        normed = self.block.norm1(x)
         if first is None:
-            self.of_prefix = attn.heads(normed)
-        if self.strips.windows and not self.of_prefix:
-            return
-        k, v = attn.heads(normed, "kv")
-        if attn.centre_keys:
-            if self.key_mean is None:
-                self._add({"keys": k.sum(2, keepdim=True, dtype=accumulation_dtype(k))})
-                return
+            self.of_prefix = self.attn.heads(normed)
+        k, v = self.attn.heads(normed, "kv")
+        if self.key_mean is not None:
             k = k - self.key_mean.to(k.dtype)
         if self.strips.windows:
-            parts = [softmax_part(self.of_prefix[0], k, v)]
-            parts += [self.sums["softmax"]] if "softmax" in self.sums else []
-            self.sums["softmax"] = softmax_of(parts)
+            part = softmax_part(self.of_prefix[0], k, v)
+            known = self.sums.get("softmax")
+            self.sums["softmax"] = part if known is None else softmax_of([part, known])
             return
         rows = None if first is None else v.unflatten(2, (-1, self.grid.width))
-        self._add(self.strips.sums(k, v, rows, first or 0))
+        for name, more in self.strips.sums(k, v, rows, first or 0).items():
+            self.sums[name] = self.sums[name] + more if name in self.sums else more
         if self.far is not None and first is not None:
             flat = isinstance(self.strips.relative, Flat)
             self.far.add(first * self.grid.width if flat else first, v if flat else rows)
-
-    def _add(self, more: StripSums) -> None:
-        for name, x in more.items():
-            self.sums[name] = self.sums[name] + x if name in self.sums else x
-
-    def centre(self) -> None:
-        """Compute the mean key after all keys have come; they come once more, for their sums
-        without the mean.
-        """
-        self.key_mean = self.sums.pop("keys") / self.strips.layout.num_tokens
 
     def prefix(self, x: Tensor) -> Tensor:
         """Map the prefix tokens ``[1, P, D]``."""
@@ -390,7 +352,7 @@ class BandBlock:
         if strips.reach:
             assert around is not None
             out = out + strips.convolved(strip, around, out.dtype)
-        for begin, end in bands_of(strip.rows, max(1, PIECE_TOKENS // width)):
+        for begin, end in bands_of(strip.rows, tokens.piece_rows):
             piece = slice(begin * width, end * width)
             attended = self.attn.project(out[:, :, piece].transpose(1, 2).flatten(2), own[:, piece])
             yield first + begin, self.block.added(x[:, piece], attended)

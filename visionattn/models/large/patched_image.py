@@ -1,6 +1,6 @@
 """Embedding of a source's pixels into tokens, band by band."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.band_plan import Bands
 from visionattn.models.large.source_sink import PartSource, Prepare, as_fractions
-from visionattn.models.patches import axis_weights
+from visionattn.models.patches import axis_weights, check_image_size, grid_of
 from visionattn.models.rowwise_support import weight_like
 from visionattn.ops.attention_sums import product
 
@@ -37,15 +36,14 @@ class PatchedImage:
         self.body, self.source, self.prepare = body, source, prepare or as_fractions
         self.patch = body.patch_embed.patch_size
         self.waited_s = 0.0
-        said = f"image of {source.height} x {source.width} pixels"
         if source.height < self.patch[0] or source.width < self.patch[1]:
-            raise ValueError(f"{said} is smaller than a patch of {self.patch[0]} x {self.patch[1]}")
-        self.grid = Grid(-(-source.height // self.patch[0]), -(-source.width // self.patch[1]))
-        size = self.grid.height * self.patch[0], self.grid.width * self.patch[1]
-        if not body.dynamic_img_size and size != tuple(body.patch_embed.img_size):
             raise ValueError(
-                f"{said}, but dynamic_img_size=False fixes {body.patch_embed.img_size}"
+                f"image of {source.height} x {source.width} pixels is smaller than a patch of "
+                f"{self.patch[0]} x {self.patch[1]}"
             )
+        self.grid = grid_of((source.height, source.width), self.patch)
+        whole = self.grid.height * self.patch[0], self.grid.width * self.patch[1]
+        check_image_size(body.patch_embed, *whole)
         self.position = None if body.pos_embed is None else self._rows_of_position()
 
     def bands(self, bands: Bands) -> Iterator[Tensor]:
@@ -71,9 +69,10 @@ class PatchedImage:
                     following = pool.submit(read, bands[number])
                 yield self._embed(first, pixels)
 
-    def prefix(self) -> Tensor:
-        """Return the prefix tokens ``[1, P, D]``."""
-        return self.body.norm_pre(self.body.pos_drop(prefix_tokens(self.body)))
+    def prefix(self) -> Tensor | None:
+        """Return the prefix tokens ``[1, P, D]``; None: none."""
+        x = self.body.prefix_tokens()
+        return None if x is None else self.body.norm_pre(self.body.pos_drop(x))
 
     def _embed(self, first: int, x: Tensor) -> Tensor:
         """Return the tokens of rows of patches with the pixels ``[1, C, h, w]``."""
@@ -83,7 +82,7 @@ class PatchedImage:
         if x.is_floating_point() and not torch.is_autocast_enabled(weight.device.type):
             x = x.to(weight.dtype)
         x = filled(x, -x.shape[2] % self.patch[0], -x.shape[3] % self.patch[1])
-        x = body.patch_embed.norm(body.patch_embed.proj(x).permute(0, 2, 3, 1))
+        x = body.patch_embed.embed(x)
         if self.position is not None:
             patches, down, across = self.position
             own = product(down[first : first + x.shape[1]], patches.flatten(1))
@@ -106,15 +105,6 @@ class PatchedImage:
             for axis in (0, 1)
         )
         return patches, down, across
-
-
-def prefix_tokens(body: VisionAttnTransformer) -> Tensor:
-    """Return the class and register tokens with their position, ``[1, P, D]``."""
-    own: Sequence[Tensor | None] = body.cls_token, body.reg_token
-    none = weight_like(body).new_empty(1, 0, body.embed_dim)
-    x = torch.cat([none, *(token for token in own if token is not None)], 1)
-    has_position = body.pos_embed is not None and not body.no_embed_class
-    return x + body.pos_embed[:, : x.shape[1]] if has_position else x
 
 
 def filled(x: Tensor, below: int, right: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from visionattn.layers import Attention, Block
-from visionattn.layout import Grid, TokenLayout
+from visionattn.layout import TokenLayout
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large.attention_of_strips import (
     Around,
@@ -20,8 +20,7 @@ from visionattn.models.large.attention_of_strips import (
     softmax_part,
 )
 from visionattn.models.large.collectives import exchanged, largest, summed
-from visionattn.models.large.patched_image import prefix_tokens
-from visionattn.models.patches import absolute_position, wrong_size
+from visionattn.models.patches import check_image_size, grid_of
 from visionattn.models.pyramid import PyramidTransformer
 from visionattn.models.rowwise_support import check_rowwise
 from visionattn.ops.attention_sums import accumulation_dtype, drop_values
@@ -222,16 +221,9 @@ class RowParallel(nn.Module):
             ValueError: not a whole number of patches, fewer rows than ranks, or parts that do not
                 begin and end at patches.
         """
-        embed = self.model.patch_embed
-        patch = embed.patch_size
-        if embed.strict_img_size and (height, width) != tuple(embed.img_size):
-            raise ValueError(
-                f"image of {height} x {width} pixels, but dynamic_img_size=False fixes "
-                f"{embed.img_size}"
-            )
-        if not embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
-            raise ValueError(wrong_size(height, width, patch))
-        grid = Grid(-(-height // patch[0]), -(-width // patch[1]))
+        check_image_size(self.model.patch_embed, height, width)
+        patch = self.model.patch_embed.patch_size
+        grid = grid_of((height, width), patch)
         cuts = cut_rows(grid.height, self._ranks)
         if parts is not None:
             if min(parts) < 1 or any(part % patch[0] for part in parts[:-1]):
@@ -294,25 +286,11 @@ class RowParallel(nn.Module):
     def _embedded(self, x: Tensor, share: Share) -> Tensor:
         """Return the tokens of this rank's rows of pixels ``[B, C, h_px, W_px]``."""
         model, embed, own = self.model, self.model.patch_embed, share.own
-        if embed.dynamic_img_pad:
-            x = nn.functional.pad(
-                x, (0, -x.shape[3] % embed.patch_size[1], 0, -x.shape[2] % embed.patch_size[0])
-            )
-        x = embed.norm(embed.proj(x).permute(0, 2, 3, 1)).flatten(1, 2)
+        x = embed.embed(x).flatten(1, 2)
         if model.pos_embed is not None:
-            lead = 0 if model.no_embed_class else model.num_prefix_tokens
-            position = absolute_position(
-                model.pos_embed,
-                own.grid,
-                embed.grid_size,
-                lead,
-                None,
-                antialias=model.pos_antialias,
-            )
             width = own.grid.width
-            x = x + position[:, lead + own.first * width : lead + own.last * width]
-        prefix = prefix_tokens(model).expand(len(x), -1, -1)
-        return model.norm_pre(model.pos_drop(torch.cat([prefix, x], 1)))
+            x = x + model.patch_position(own.grid)[:, own.first * width : own.last * width]
+        return model.norm_pre(model.pos_drop(model.with_prefix(x)))
 
     def pooled(self, x: Tensor) -> Tensor:
         """Return the features of whole images, ``[B, D]``, from this rank's tokens."""

@@ -64,24 +64,16 @@ class MapWriter:
         self.shape, self.sink = shape, sink
         self.dtype = torch.float32 if dtype == torch.bfloat16 else dtype
         self.whole = torch.empty(shape if sink is None else 0, dtype=self.dtype)
-        self.first, self.waiting = 0, list[Tensor]()
         if sink is not None:
             sink.begin(shape, self.whole.numpy().dtype)
 
-    def take(self, first: int, rows: Tensor) -> None:
-        """Take rows ``[C, h, W]`` from ``first`` on; until ``flush``, calls come in order."""
+    def write(self, first: int, rows: Tensor) -> None:
+        """Write rows ``[C, h, W]`` from ``first`` on."""
         rows = rows.to("cpu", self.dtype)
         if self.sink is None:
             self.whole[:, first : first + rows.shape[1]] = rows
-            return
-        self.first = self.first if self.waiting else first
-        self.waiting.append(rows)
-
-    def flush(self) -> None:
-        """Write the rows taken so far, in one piece."""
-        if self.sink is not None and self.waiting:
-            self.sink.write(self.first, torch.cat(self.waiting, 1).contiguous().numpy())
-            self.waiting = []
+        else:
+            self.sink.write(first, rows.contiguous().numpy())
 
     def finish(self) -> Tensor | None:
         """Finish the sink, or return the map ``[C, H, W]``."""

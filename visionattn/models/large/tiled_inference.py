@@ -370,8 +370,7 @@ class TiledPass(NamedTuple):
             last = number + 1 == len(down.starts)
             done = down.tile if last else down.starts[number + 1] - top
             ready = band[:, : min(done, rows - top), :columns]
-            writer.take(top, self.convert(ready) if self.convert else ready)
-            writer.flush()
+            writer.write(top, self.convert(ready) if self.convert else ready)
             open_rows = band[:, done:].clone()
         found = writer.finish()
         return first.new_empty(0) if found is None else found.to(first.device)

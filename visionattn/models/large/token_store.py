@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from visionattn.cli.files import added_to, forget_unfinished, reserve_bytes, write_text
 from visionattn.cli.tables import sized
 from visionattn.layout import TokenLayout
+from visionattn.models.large.band_plan import Bands, bands_of
 
-STATE = "progress.json"
+PIECE_TOKENS = 8192
+"""Number of tokens per call of an MLP: its hidden layer is four times as wide."""
+STATE, STORES = "progress.json", ("tokens", "cells")
+"""Names of a pass's files; there are two of each store."""
 
 
 class TokenStore:
@@ -47,6 +51,21 @@ class TokenStore:
     def read(self, first: int, last: int) -> Tensor:
         """Return the tokens ``[1, n, width]`` of rows ``first`` to ``last - 1``, maybe a view."""
         return self.tokens[self._place(first) : self._place(last)].to(self.device)[None]
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows of about ``PIECE_TOKENS`` tokens."""
+        return max(1, PIECE_TOKENS // self.layout.grid.width)
+
+    def pieces(self, bands: Bands) -> Iterator[tuple[int | None, Tensor]]:
+        """Yield all tokens: None and the prefix tokens, if there are any, then first row and tokens
+        of each piece of each band.
+        """
+        if self.layout.num_prefix:
+            yield None, self.prefix
+        for first, last in bands:
+            for begin, end in bands_of(last - first, self.piece_rows):
+                yield first + begin, self.read(first + begin, first + end)
 
     def write(self, first: int, x: Tensor) -> None:
         """Store tokens ``[1, n, width]`` of rows from ``first`` on."""
@@ -133,12 +152,13 @@ class PassFolder:
         """Remove the record of a finished pass."""
         self.path.unlink(missing_ok=True)
 
-    def close(self, files: Sequence[Path]) -> None:
+    def close(self) -> None:
         """Delete the files of a pass that is finished, or that has not begun."""
         if self.path.exists():
             return
-        for file in files:
-            file.unlink(missing_ok=True)
+        for name in STORES:
+            for file in self.folder.glob(f"{name}.[01]"):
+                file.unlink()
         if self.made:
             with suppress(OSError):  # not empty: others use it
                 self.folder.rmdir()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from visionattn.data.batches import Batch
 from visionattn.layout import TokenLayout
 from visionattn.models import VisionAttnTransformer
+from visionattn.models.backbone import with_counts
 from visionattn.models.devices import autocast
 from visionattn.models.patches import call, takes_sizes
 from visionattn.models.weights import DataSpec
@@ -191,7 +192,7 @@ def attention_losses(
     layout: TokenLayout | None = None
     for i in blocks:
         given, places, wanted = calls[i]
-        layout = student.counted(places, given) if layout is None else layout
+        layout = with_counts(places, student.blocks, given) if layout is None else layout
         found = student.blocks[i].attn(given, layout).float()
         wanted = wanted.float()
         error, square = (found - wanted).square(), wanted.square()
