@@ -27,7 +27,7 @@ from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.cli.exit_codes import DoesNotFit, exit_code, run_tool
 from visionattn.cli.tables import lasting
 from visionattn.data.batches import _BatchKeys
-from visionattn.data.buckets import canvases
+from visionattn.data.buckets import canvases, cell_px
 from visionattn.data.geometry import Geometry
 from visionattn.model_config import ModelConfig
 from visionattn.models import cost
@@ -335,6 +335,12 @@ def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, timed, checkpo
     )
     steps = trainer.steps_left()
     assert steps == pytest.approx(3 * (4 + 4 * 23 / 64 / forwards))
+
+
+def test_pixels_of_a_pixel_model_count_as_patches():
+    assert cell_px(Geometry("crop", (32, 32)), "grey_one_hot") == 1
+    assert cell_px(Geometry("crop", (32, 32))) == 256  # a model without patches
+    assert cell_px(Geometry("crop", (32, 32), patch_px=(4, 8)), None) == 32
 
 
 def test_a_head_on_kept_features_is_not_timed(tmp_path, timed):

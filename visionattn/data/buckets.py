@@ -107,7 +107,9 @@ def canvas_of(height: int, width: int, geometry: Geometry) -> Size:
         return (0, 0)
 
 
-def cell_px(geometry: Geometry) -> int:
-    """Return the number of pixels that count as one patch."""
+def cell_px(geometry: Geometry, encoding: str | None = None) -> int:
+    """Return the number of pixels that count as one patch: ``CELL_PX`` for a model without patches,
+    but 1 for a model of one-hot pixels, which has an ``encoding``.
+    """
     patch = geometry.patch_px[0] * geometry.patch_px[1]
-    return CELL_PX if patch == 1 else patch
+    return CELL_PX if patch == 1 and encoding is None else patch

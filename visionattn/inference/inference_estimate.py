@@ -94,7 +94,7 @@ def outlook(
         return Outlook(number, lines)
     each = banding.memory.passes.forward_seconds(shape, opened.geometry.patch_px, clock)
     seconds = None if each is None else each * total / (rows * columns)
-    line = describe(seen, count, cell_px(opened.geometry), expected, seconds)
+    line = describe(seen, count, cell_px(opened.geometry, opened.spec.encoding), expected, seconds)
     return Outlook(number, (*lines, line))
 
 

@@ -307,7 +307,7 @@ def forecast(trainer: Trainer, memory: Expected) -> str | None:
         return None
     config, size = trainer.config, trainer.processes.data_size
     cells = "pixels" if trainer.spec.task == "generate" else "patches"
-    cell = 1 if cells == "pixels" else cell_px(trainer.geometry)
+    cell = 1 if cells == "pixels" else cell_px(trainer.geometry, trainer.spec.encoding)
     count = len(trainer.splits.train) * config.data.crops
     images = images_of(shapes[:, 1:], count, cell, cells=cells)
     usual = shapes[np.argsort(shapes.prod(1), kind="stable")[len(shapes) // 2]].tolist()

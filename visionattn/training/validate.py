@@ -295,7 +295,7 @@ class Validation:
         yield describe(
             seen[:, 1:],
             len(self.dataset),
-            cell_px(self.geometries[0]),
+            cell_px(self.geometries[0], self.spec.encoding),
             self.expected,
             seconds,
             sizes=len(times),
