@@ -36,6 +36,7 @@ gpu-rehearsal: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "visionattn needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	@echo "installing into $(VENV): some gigabytes, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat --editable '.[test]'
 	touch $@

@@ -57,6 +57,7 @@ def test_masks_from_class_folders(start, tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"{number}.png")
         squares[f"{label}_{number}.png"] = split, 1 + number % 2, top, left
+    (tmp_path / "images/train/red/broken.png").write_bytes(b"no image")
     argv = ["--model", "vit_tiny_patch16_224", "--args.depth", "1", "--args.patch_size", "8"]
     argv += ["--dense", "--blocks", "0", "--args.dynamic_img_size", "true"]
     argv += ["--images", "images", "--fit", "native", "--img-size", "native"]

@@ -24,9 +24,10 @@ NEAREST = 5  # images of them whose mean similarity counts
 PATCHES = 8  # patches of the object in each mask
 UNSURE = 0.05  # share of the other patches, with the highest scores, that are ignored
 
-# 1. The maps of features [D, H, W] of the images with a class; images in "test" are left out.
+# 1. The maps of features [D, H, W] of all readable images except "test".
 kept, output = FeatureFolder(sys.argv[1]), Path(sys.argv[2])
-rows = [row for row in kept.rows if Path(row["path"]).parts[-3] != "test"]
+read = [row for row in kept.rows if row["status"] == "ok"]
+rows = [row for row in read if Path(row["path"]).parts[-3] != "test"]
 files = [Path(row["path"]) for row in rows]
 classes = [file.parent.name for file in files]
 names = sorted(set(classes))

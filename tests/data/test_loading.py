@@ -4,10 +4,12 @@ import gc
 import multiprocessing
 import pickle
 import resource
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from tests.helpers.geometry import square
@@ -190,6 +192,24 @@ def test_an_unreadable_image_stops_with_its_path_in_one_line(split_root, workers
     advice = "; repair or delete it, or pass --data.on_error skip$"
     with pytest.raises(ValueError, match=f"^cannot read image {path}: [^\n]*{advice}"):
         list(batches.epoch(0))
+
+
+def test_all_unreadable_images_are_named_before_the_first_step(split_root):
+    for name in ("1.png", "2.png"):
+        (split_root / "train" / "cat" / name).write_bytes(b"not an image at all")
+    config = replace(config_of(split_root), fit="native", img_size=None)
+    with pytest.raises(
+        ValueError, match=r"cannot read image .*cat/1.png: .*; 1 more: .*cat/2.png$"
+    ):
+        train_batches(build_splits(config, 3), config, batch_size=4, seed=3)
+
+
+def test_the_value_range_is_measured_on_validation_images_too(split_root):
+    deep = np.full((20, 20), 60_000, np.uint16)
+    Image.fromarray(deep).save(split_root / "val" / "cat" / "0.png")
+    with pytest.warns(UserWarning, match="16-bit images hold values up to 60,000"):
+        splits = build_splits(config_of(split_root), 3)
+    assert splits.validation.options.value_range == (0.0, 65535.0)
 
 
 @pytest.mark.usefixtures("workers_end")

@@ -173,7 +173,9 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(folder, capsys, m
     with monkeypatch.context() as patch:
         patch.setattr(ImageRun, "batches", interrupted)
         assert extract("--shard_images", "2") == 130
-        said = "stopped; finished files stay in out; to resume, run the same command\n"
+        said = (
+            "stopped; the features of 4 of 7 images are in out; to resume, run the same command\n"
+        )
         assert capsys.readouterr().err == said and len(written(folder / "out")) == 2
         assert extract(*more, "--overwrite") == 130
         assert "to resume, run the same command without --overwrite" in capsys.readouterr().err

@@ -38,6 +38,8 @@ Key = TypeVar("Key")
 ORDER_STREAM, SIZE_STREAM = 10, 11
 AUGMENT_STREAM, STEP_STREAM = 12, 13
 BATCH_STREAM = 14
+LISTED = 10
+"""Maximum number of unreadable images that an error names."""
 
 
 class SampleKey(NamedTuple):
@@ -349,10 +351,15 @@ class _Batches:
         self.unreadable: set[str] = set()
         if self._keys.buckets is not None:
             # Unreadable images are known here, before the others are used.
-            for index in self._keys.buckets.unseen.tolist():
-                sample = dataset[SampleKey(index, 0, choices[0])]
-                if isinstance(sample, Unreadable):
-                    self._leave_out(sample)
+            unseen = self._keys.buckets.unseen.tolist()
+            samples = [dataset[SampleKey(index, 0, choices[0])] for index in unseen]
+            unreadable = [sample for sample in samples if isinstance(sample, Unreadable)]
+            if self._on_error == "fail" and len(unreadable) > 1:
+                others = ", ".join(image.path for image in unreadable[1:LISTED])
+                more = ", ..." * (len(unreadable) > LISTED)
+                raise ValueError(f"{unreadable[0]}; {len(unreadable) - 1} more: {others}{more}")
+            for image in unreadable:
+                self._leave_out(image)
         loader = DataLoader(
             Numbered(dataset),
             batch_sampler=self._keys,

@@ -244,8 +244,8 @@ class Found:
             levels: whether images must have 8 bits, because their values are to be generated.
             cache: keeps decoded images; None: they are not kept.
         """
-        first = parts.get("all") or parts["train"]
-        options, lines = settle(self.source, first.indices, options)
+        indices = np.concatenate([part.indices for part in parts.values()])
+        options, lines = settle(self.source, indices, options)
         for line in lines:
             warnings.warn(line, stacklevel=3)
         return {

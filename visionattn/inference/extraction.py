@@ -240,8 +240,10 @@ class Extraction:
                 self._write_shards(done, batch_size)
         except KeyboardInterrupt as error:
             again = f"the same command{' without --overwrite' * self.options.overwrite}"
+            stored = sum(1 for _ in rows_of(self.folder))
             raise Stopped(
-                f"stopped; finished files stay in {self.folder}; to resume, run {again}"
+                f"stopped; the features of {stored} of {total} images are in {self.folder}; to "
+                f"resume, run {again}"
             ) from error
         index = Index(self.folder)
         cells = getattr(self.collection.listing, "cells", {})
