@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,9 @@ def test_json_has_the_same_rows_and_images_that_cannot_be_read_say_why(case, cap
     (folder / "list.txt").write_text("images/0.png\nimages/gone.png\n")
     for output in ("out.csv", "out.json"):
         assert predict("--images", "images", "list.txt", output=output) == 0
-        assert "4 of 6 images have classes" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "4 of 6 images have classes" in said
+        assert re.search(r"^  images/2.png: .*unknown image format", said, re.M)
     rows = read_csv("out.csv")
     assert [row["status"] for row in rows] == ["ok", "ok", "unreadable", "ok", "ok", "unreadable"]
     assert "unknown image format" in rows[2]["reason"] and "No such file" in rows[5]["reason"]

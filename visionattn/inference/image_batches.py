@@ -6,7 +6,7 @@ outputs. Callers handle the outputs.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from visionattn.cli.exit_codes import OutOfMemory, is_out_of_memory
-from visionattn.cli.files import first_line
+from visionattn.cli.files import first_line, printable
 from visionattn.inference.image_reading import ReadImages, Sample
 from visionattn.inference.model_opening import Opened
 from visionattn.models.cost import Compute
@@ -24,6 +24,8 @@ from visionattn.models.patches import takes_sizes
 from visionattn.models.segmentation import Segmenter
 
 Status = Literal["ok", "unreadable", "oom", "nan"]
+LISTED = 10
+"""Maximum number of images without an output that a command lists."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,14 @@ class Outcome:
         """Return an error with the reason for a missing output: ``OutOfMemory`` for ``oom``."""
         kind = OutOfMemory if self.status == "oom" else ValueError
         return kind(f"{text}{self.path}: {self.reason}")
+
+
+def say_failed(failed: Sequence[Outcome], say: Callable[[str], None]) -> None:
+    """Report the images without an output and the reasons; of many, the first ``LISTED``."""
+    for outcome in failed[:LISTED]:
+        say(printable(f"  {outcome.path}: {outcome.reason}"))
+    if len(failed) > LISTED:
+        say(f"  and {len(failed) - LISTED} more, in the table")
 
 
 def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:

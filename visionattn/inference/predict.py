@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visionattn.cli.files import check_free, printable
 from visionattn.cli.tables import heading, line
-from visionattn.inference.image_batches import Outcome
+from visionattn.inference.image_batches import Outcome, say_failed
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
@@ -87,6 +87,7 @@ class Predictor:
                 self._write(rows)
                 what = "values" if self.opened.spec.task == "regression" else "classes"
                 say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
+                say_failed(self.failed, say)
         # The file is written anyway: its rows have the status of each image.
         if not self.done:
             text = f"none of the {len(run.images)} images has a result; first: "

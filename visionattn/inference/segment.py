@@ -22,7 +22,7 @@ from visionattn.cli.files import check_folder, check_free, write_whole
 from visionattn.cli.untrusted import brief
 from visionattn.data.formats.reader import Reader, require
 from visionattn.data.geometry import Geometry
-from visionattn.inference.image_batches import Outcome, masks, probabilities
+from visionattn.inference.image_batches import Outcome, masks, probabilities, say_failed
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
@@ -183,6 +183,7 @@ class MaskPredictor:
             if "coco" in self.saved:
                 self.coco.write(self.output / COCO)
         say(f"{len(rows) - len(failed)} of {len(rows)} images have masks: {self.output}")
+        say_failed(failed, say)
 
     def _columns(self) -> list[str]:
         """Return the last columns of the table: the file of each kind, and ``share_`` of each
