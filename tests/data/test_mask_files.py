@@ -15,7 +15,7 @@ from visionattn.data.augment import Augment
 from visionattn.data.batches import Unreadable
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
-from visionattn.data.mask_files import MaskFiles, check_trained
+from visionattn.data.mask_files import MaskFiles, check_mask_sizes, check_trained
 from visionattn.data.splits import SampleKey, build_splits
 from visionattn.models.segmentation import IGNORED
 
@@ -288,6 +288,24 @@ def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path):
     assert not isinstance(item(splits, 1), Unreadable)
     splits = opened(write(tmp_path / "b", coloured), masks={"colours": COLOURS[:2]})
     assert "or data.masks.ignored, got the color 0 90 255" in str(item(splits, 0))
+
+
+def test_masks_of_another_size_are_found_by_their_headers(tmp_path):
+    masks = write(tmp_path, NUMBERS, suffix=".tif") / "train" / "masks" / "deep"
+    splits = opened(tmp_path, masks={"classes": ["a", "b", "c"]})
+    check_mask_sizes(splits.train)
+    Image.fromarray(np.zeros((33, 18), np.uint8)).save(masks / "2.tif")
+    said = (
+        r"^the mask .*deep/2.tif: it has 33 x 18 pixels, its image 33 x 17; correct them, or pass"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_mask_sizes(splits.train)
+    Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "1.tif")
+    with pytest.raises(ValueError, match="; 1 more masks differ; correct them"):
+        check_mask_sizes(splits.train)
+    (masks / "1.tif").write_bytes(b"no mask")  # reported when it is read
+    with pytest.raises(ValueError, match=said):
+        check_mask_sizes(splits.train)
 
 
 def test_a_folder_without_whole_pairs_is_refused(tmp_path):

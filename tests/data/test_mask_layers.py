@@ -6,6 +6,7 @@ from PIL import Image
 
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
+from visionattn.data.mask_files import check_mask_sizes
 from visionattn.data.splits import SampleKey, build_splits
 
 LAYERS = {
@@ -102,6 +103,8 @@ def test_a_mask_of_another_size_names_its_file(tmp_path):
     )
     refused = opened(tmp_path).test[SampleKey(0, 0, NATIVE)]
     assert "X_04_D.tif: it has 3 x 3 pixels, its image 7 x 11" in refused.reason
+    with pytest.raises(ValueError, match="X_04_D.tif: it has 3 x 3 pixels, its image 7 x 11"):
+        check_mask_sizes(opened(tmp_path).test)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,11 @@ class MaskFiles:
         with self._open(self.files.name(index), size) as mask:
             return self.classes.classes(mask)
 
+    def check_size(self, index: int, size: Size) -> None:
+        """Raise ``NotAsAsked`` if a mask has another size by its header; errors as in ``read``."""
+        with self._open(self.files.name(index), size):
+            pass
+
     def pairs(self, index: int) -> Pairs:
         """Return the values of a mask with their colors; errors as in ``read``."""
         with self._open(self.files.name(index)) as mask:
@@ -265,6 +270,30 @@ def check_trained(splits: Any) -> None:
         warnings.warn(text + apart, stacklevel=2)
     check_judged(splits.validation, splits.spec, "validation")
     check_judged(splits.test, splits.spec, "test")
+
+
+def check_mask_sizes(dataset: Any) -> None:
+    """Check that the masks of a dataset have the size of their images, by the headers of the files.
+
+    Raises:
+        ValueError: a mask has another size; one line, with the number of such masks. Files that
+            cannot be read are reported later.
+    """
+    masks = getattr(dataset, "masks", None)
+    if masks is None:
+        return
+    wrong = []
+    for index, size in zip(dataset.indices.tolist(), dataset.sizes().tolist(), strict=True):
+        try:
+            if any(size):
+                masks.check_size(index, tuple(size))
+        except NotAsAsked as error:
+            wrong.append(str(error))
+        except ValueError:
+            continue
+    if wrong:
+        more = f"; {len(wrong) - 1} more masks differ" * (len(wrong) > 1)
+        raise ValueError(f"{wrong[0]}{more}; correct them, or pass --data.on_error skip")
 
 
 def check_judged(dataset: Dataset | None, spec: DataSpec, split: str) -> None:

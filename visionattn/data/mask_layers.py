@@ -37,6 +37,12 @@ class MaskLayers(MaskFiles):
     black, and else class 0.
     """
 
+    def check_size(self, index: int, size: Size) -> None:
+        """Check the files of all classes, as ``MaskFiles.check_size``."""
+        for path in self.files.layers[index].values():  # type: ignore[attr-defined]
+            with self._open(path, size):
+                pass
+
     def read(self, index: int, size: Size | None = None) -> np.ndarray:
         """Return the class of each pixel, as ``MaskFiles.read``."""
         classes = None

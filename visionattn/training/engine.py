@@ -31,7 +31,7 @@ from visionattn.cli.interruption import GRACE, Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
 from visionattn.data.kept_features import PatchSamples
-from visionattn.data.mask_files import check_trained
+from visionattn.data.mask_files import check_mask_sizes, check_trained
 from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
 from visionattn.model_config import VECTOR_TASKS, ModelConfig
 from visionattn.models.building import check_geometries, patch_size
@@ -109,6 +109,9 @@ def prepare_classes(
             f"({config.data.root or config.data.name})"
         )
     check_trained(splits)
+    if config.data.on_error == "fail":
+        for dataset in (splits.train, splits.validation, splits.test):
+            check_mask_sizes(dataset)
     if of_maps:
         splits, model, built, files, lines = prepare_maps(
             config.data, config.model, splits, config.seed
