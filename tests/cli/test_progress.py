@@ -75,8 +75,8 @@ def test_one_long_pass_is_shown_block_by_block_and_its_time_is_never_below_zero(
             model(torch.ones(1, 2))
             progress.advance(count)
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "0 of 5 images, 0.0333 images/s, 1.33 of the next, 1 min 50 s left"
-    assert lines[4].startswith("4 of 5 images") and "0.67 of the next" in lines[4]
+    assert lines[0] == "0 of 5 images, 0.0333 images/s, 1.33 in progress, 1 min 50 s left"
+    assert lines[4].startswith("4 of 5 images") and "0.67 in progress" in lines[4]
     assert "left" not in lines[-1] and not any(block._forward_hooks for block in model.blocks)
 
 

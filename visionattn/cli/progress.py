@@ -89,7 +89,7 @@ class Progress:
         said = [f"{speed:.3g} {self.unit}/s" if speed else "", note]
         said.append(f"{self._failed} without a result" if self._failed else "")
         if self._part and now - self._moved > QUIET_SECONDS:
-            said.append(f"{self._part:.2f} of the next")
+            said.append(f"{self._part:.2f} in progress")
         words = ", ".join(filter(None, said))
         if self.stream.isatty():
             if self._bar is None:
