@@ -31,6 +31,8 @@ rows = [row for row in read if Path(row["path"]).parts[-3] != "test"]
 files = [Path(row["path"]) for row in rows]
 classes = [file.parent.name for file in files]
 names = sorted(set(classes))
+if len(names) < 2:
+    sys.exit(f"expected features of readable images in two or more class folders, got {names}")
 maps = [kept.read(row).float() for row in rows]
 
 # 2. Each patch as a unit vector of whitened principal components.
