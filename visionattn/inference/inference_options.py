@@ -112,7 +112,8 @@ class InferenceOptions(OpenOptions):
     """
     memory_gib: float | None = None
     """Memory limit in GiB of a forward pass, without the model. An image at its own size that needs
-    more is computed band by band, with the same result. None: the available memory.
+    more is computed band by band, with the same result. None: the available memory, and
+    80 % of it in bands.
     """
 
     @property
