@@ -75,6 +75,7 @@ def run_processes(words):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the alpha channel")  # of the figures in docs
 @pytest.mark.parametrize("page", RUN)
 def test_commands_of_a_page_run(page, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
