@@ -37,7 +37,7 @@ from visionattn.data.images import ImageDataset, unreadable
 from visionattn.data.splits import build_splits, check_root
 
 COLUMNS = ("band", "mean", "std", "smallest", "largest", "images", "pixels")
-EXAMPLE = "--data.root docs --output stats.yaml --overwrite"
+EXAMPLE = "--data.root images --output stats.yaml --overwrite"
 
 
 @dataclass
