@@ -27,7 +27,7 @@ UNSURE = 0.05  # share of the other patches, with the highest scores, that are i
 # 1. The maps of features [D, H, W] of all readable images except "test".
 kept, output = FeatureFolder(sys.argv[1]), Path(sys.argv[2])
 read = [row for row in kept.rows if row["status"] == "ok"]
-rows = [row for row in read if Path(row["path"]).parts[-3] != "test"]
+rows = [row for row in read if Path(row["path"]).parent.parent.name != "test"]
 files = [Path(row["path"]) for row in rows]
 classes = [file.parent.name for file in files]
 names = sorted(set(classes))
@@ -68,7 +68,7 @@ for number, file in enumerate(files):
     mask[around][scores[around] >= best[-1]] = 1 + names.index(classes[number])
 
     # 6. The files: a link to the image, and its mask.
-    split = file.parts[-3] if file.parts[-3] in ("train", "val") else ""
+    split = file.parent.parent.name if file.parent.parent.name in ("train", "val") else ""
     for kind in ("images", "masks"):
         (output / kind / split).mkdir(parents=True, exist_ok=True)
     name = f"{classes[number]}_{file.stem}"

@@ -301,7 +301,7 @@ def test_masks_of_another_size_are_found_by_their_headers(tmp_path):
     with pytest.raises(ValueError, match=said):
         check_mask_sizes(splits.train)
     Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "1.tif")
-    with pytest.raises(ValueError, match="; 1 more masks differ; correct them"):
+    with pytest.raises(ValueError, match="; 1 more like this; correct them"):
         check_mask_sizes(splits.train)
     (masks / "1.tif").write_bytes(b"no mask")  # reported when it is read
     with pytest.raises(ValueError, match=said):

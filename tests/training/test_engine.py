@@ -398,7 +398,7 @@ def test_an_unreadable_image_is_left_out_where_that_is_asked_for(tmp_path, monke
     with pytest.warns(UserWarning, match="skipped unreadable image x/broken.png"):
         run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
     assert rows(tmp_path / "small")[0]["left_out"] == "1"
-    told = "skipped 1 unreadable images: x/broken.png"
+    told = "unreadable images skipped (1): x/broken.png"
     assert read_run(tmp_path / "small", "small").problems == [told]
 
 

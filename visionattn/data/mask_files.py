@@ -292,7 +292,7 @@ def check_mask_sizes(dataset: Any) -> None:
         except ValueError:
             continue
     if wrong:
-        more = f"; {len(wrong) - 1} more masks differ" * (len(wrong) > 1)
+        more = f"; {len(wrong) - 1} more like this" * (len(wrong) > 1)
         raise ValueError(f"{wrong[0]}{more}; correct them, or pass --data.on_error skip")
 
 

@@ -52,12 +52,12 @@ class Outcome:
         return kind(f"{text}{self.path}: {self.reason}")
 
 
-def say_failed(failed: Sequence[Outcome], say: Callable[[str], None]) -> None:
-    """Report the images without an output and the reasons; of many, the first ``LISTED``."""
+def say_failed(failed: Sequence[Outcome], count: int, say: Callable[[str], None]) -> None:
+    """Report images without an output and the reasons: the first ``LISTED`` of ``count``."""
     for outcome in failed[:LISTED]:
         say(printable(f"  {outcome.path}: {outcome.reason}"))
-    if len(failed) > LISTED:
-        say(f"  and {len(failed) - LISTED} more, in the table")
+    if count > LISTED:
+        say(f"  and {count - LISTED} more")
 
 
 def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:

@@ -87,7 +87,7 @@ class Predictor:
                 self._write(rows)
                 what = "values" if self.opened.spec.task == "regression" else "classes"
                 say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
-                say_failed(self.failed, say)
+                say_failed(self.failed, len(self.failed), say)
         # The file is written anyway: its rows have the status of each image.
         if not self.done:
             text = f"none of the {len(run.images)} images has a result; first: "

@@ -183,7 +183,7 @@ class MaskPredictor:
             if "coco" in self.saved:
                 self.coco.write(self.output / COCO)
         say(f"{len(rows) - len(failed)} of {len(rows)} images have masks: {self.output}")
-        say_failed(failed, say)
+        say_failed(failed, len(failed), say)
 
     def _columns(self) -> list[str]:
         """Return the last columns of the table: the file of each kind, and ``share_`` of each

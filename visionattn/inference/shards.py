@@ -19,17 +19,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visionattn.cli.files import check_folder, is_unfinished, printable, write_whole
+from visionattn.cli.files import check_folder, is_unfinished, write_whole
 from visionattn.cli.tables import read_rows
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.kept_features import BACKBONE, INDEX
-from visionattn.inference.image_batches import Outcome
+from visionattn.inference.image_batches import LISTED, Outcome, say_failed
 from visionattn.inference.result_files import difference, write_table
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
-NAMED_FAILURES = 5
-"""Maximum number of images without features named in the report; the index names all."""
 LOCK = "features.lock"
 PARTS = "parts"
 """Folder of the parts of a collection, within the feature folder."""
@@ -235,8 +233,8 @@ class Index:
     folder: Path
     images: int = 0
     failures: int = 0
-    named: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the first images without features."""
+    failed: list[Outcome] = field(default_factory=list)
+    """The first ``LISTED`` images without features."""
 
     @property
     def path(self) -> Path:
@@ -255,7 +253,8 @@ class Index:
         self.images += 1
         if row["status"] != "ok":
             self.failures += 1
-            self.named += [row] if len(self.named) < NAMED_FAILURES else []
+            if len(self.failed) < LISTED:
+                self.failed.append(Outcome(*(row[key] for key in FROM_OUTCOME)))
         return row
 
     def report(self, say: Callable[[str], None], *, all_fail: bool = True) -> None:
@@ -265,14 +264,10 @@ class Index:
             ValueError, OutOfMemory: no image has features, with ``all_fail``.
         """
         if all_fail and self.failures == self.images:
-            first = Outcome(*(self.named[0][key] for key in FROM_OUTCOME))
-            raise first.error(f"none of the {self.images} images has features; first: ")
+            raise self.failed[0].error(f"none of the {self.images} images has features; first: ")
         if self.failures:
             say(f"{self.failures} without features:")
-        for row in self.named:
-            say(printable(f"  {row['path']}: {row['reason']}"))
-        if self.failures > len(self.named):
-            say(f"  and {self.failures - len(self.named)} more, in the index")
+        say_failed(self.failed, self.failures, say)
 
 
 def read_features(

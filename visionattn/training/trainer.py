@@ -631,7 +631,9 @@ class Trainer:
         self.history.append(values)
         more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
         record.epoch(self.history, more)
-        if unreadable := sorted(self.batches.unreadable | self.validation.unreadable):
+        unreadable = sorted(self.batches.unreadable | self.validation.unreadable)
+        before = self.history[-2]["left_out"] if len(self.history) > 1 else 0
+        if unreadable and values["left_out"] != before:
             place = {"step": position.step, "epoch": position.epoch}
             record.event("unreadable", place | {"images": unreadable})
         self.save(record)

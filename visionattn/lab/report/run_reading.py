@@ -158,7 +158,7 @@ def read_run(folder: Path, name: str) -> Run:
         images = unreadable[-1].get("images") or []
         more = f" and {len(images) - LISTED} more" * (len(images) > LISTED)
         run.problems.append(
-            f"skipped {len(images)} unreadable images: {', '.join(images[:LISTED])}{more}"
+            f"unreadable images skipped ({len(images)}): {', '.join(images[:LISTED])}{more}"
         )
     run.result = result_of(run.epochs, tests, run.setting("monitor"))
     run.status = "finished" if tests else "unknown"
