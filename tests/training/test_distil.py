@@ -29,7 +29,7 @@ from visionattn.training.distil.distil_config import (
     stage_data,
 )
 from visionattn.training.distil.distillation import distil
-from visionattn.training.distil.imitation import attention_losses
+from visionattn.training.distil.imitation import attention_losses, teacher_features
 from visionattn.training.distil.student import images_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -188,6 +188,24 @@ def test_students_share_a_stage_a(whole, teacher, tmp_path):
         run(replace(config, init_from=str(teacher)))
 
 
+def test_with_kept_tokens_the_teacher_runs_in_the_first_epoch_only(
+    whole, teacher, tmp_path, quadrant_images
+):
+    computed = []
+
+    def counted(model, images, sizes, teacher_size):
+        computed.append(len(images))
+        return teacher_features(model, images, sizes, teacher_size)
+
+    quadrant_images.setattr("visionattn.training.distil.imitation.teacher_features", counted)
+    shared = dict(stages=["b"], init_from=str(whole / "a" / "best.safetensors"))
+    kept = tmp_path / "kept"
+    run(config_of(tmp_path, teacher, **shared, teacher_cache=str(kept)))
+    assert len(epochs(tmp_path / "small" / "b")) == 2
+    assert sum(computed) == len(list(kept.glob("*/*.npy"))) > 0
+    assert epochs(tmp_path / "small" / "b") == pytest.approx(epochs(whole / "b"), rel=1e-2)
+
+
 def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_images):
     def unlabelled(config, seed, *, labelled=True):
         splits = images(config, seed)
@@ -232,6 +250,10 @@ REFUSED = {
     "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "remove softmax_blocks"),
     "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "pass softmax_blocks"),
     "values": (["--data.mean", "0.5"], "data.mean is set by the teacher"),
+    "changing pixels": (
+        ["--teacher_cache", "kept", "--data.augment", "light"],
+        "teacher_cache needs the same pixels in each epoch",
+    ),
     "no student": (["--init-from", "none.safetensors"], "none.safetensors"),
     "learning rate": (["--b.lr", "0"], "stage b: optim.lr must be above 0"),
     "idle stage": (["--stages", "a", "--c.epochs", "-1"], "c.epochs must be above 0, got -1"),

@@ -23,7 +23,13 @@ from visionattn.data.data_config import DataConfig
 from visionattn.models import from_softmax
 from visionattn.training.distil.distil_config import StageConfig, stage_data, stage_run
 from visionattn.training.distil.distillation import begin
-from visionattn.training.distil.imitation import Imitating, Imitation, block_losses
+from visionattn.training.distil.imitation import (
+    Imitating,
+    Imitation,
+    block_losses,
+    teacher_features,
+)
+from visionattn.training.distil.kept_tokens import KeptTokens
 from visionattn.training.distil.student import carry, images_of, open_taught, prepare_student
 from visionattn.training.distributed import Processes
 
@@ -68,11 +74,38 @@ def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(
     assert unlabelled.judge(student, padded, sizes, labels).logits is None
 
 
+def test_kept_tokens_are_computed_once_per_image_teacher_and_size(tmp_path):
+    teacher, calls = same_softmax(vit_of(class_token=False, global_pool="avg")), []
+
+    def kept_by(teacher, teacher_size="same"):
+        def compute(images, sizes):
+            calls.append(len(images))
+            return teacher_features(teacher, images, sizes, teacher_size)
+
+        return KeptTokens(str(tmp_path / "kept"), compute, teacher, teacher_size)
+
+    kept = kept_by(teacher)
+    padded, alone, sizes = beside_nothing(3, 12, 8)
+    wanted = teacher_features(teacher, padded, sizes)
+    for images in (slice(0, 1), slice(0, 3), slice(0, 3)):
+        found = kept(padded[images], sizes[images])
+        torch.testing.assert_close(found, wanted[images], rtol=1e-3, atol=1e-3)
+    assert calls == [1, 2]
+    kept(padded, None)  # other sizes
+    kept(alone, None)
+    kept_by(teacher)(alone, None)
+    assert calls == [1, 2, 3, 3]
+    with torch.autocast("cpu", torch.bfloat16):
+        kept(alone, None)
+    kept_by(same_softmax(vit_of(class_token=False, global_pool="avg", depth=1)))(alone, None)
+    assert calls == [1, 2, 3, 3, 3, 3]
+
+
 def test_a_step_takes_the_mean_of_images_and_teaches_the_student_alone():
     vit = vit_of(img_size=8, class_token=False, global_pool="avg")
     teacher, student = same_softmax(vit).requires_grad_(True), from_softmax(vit).model
     objective, x = Imitating(teacher, "b", "tiled", labelled=False), pixels(3, 1, 16, 16)
-    losses = Imitation(student, teacher, "b", "tiled")(x)
+    losses = Imitation(student, teacher, "b", objective.features)(x)
     loss = objective.loss(objective.called(student)(x), torch.zeros(3))
     assert losses.shape == (3,) and loss.item() == pytest.approx(losses.mean().item(), rel=1e-5)
     loss.backward()
@@ -178,11 +211,13 @@ def test_the_options_of_a_stage_reach_its_run_and_its_student(tmp_path):
     assert (run.epochs, run.batch_size, run.optim.lr) == (2, 5, 2e-3)
     assert stage_run(config, "a", data, {}).batch_size == config.batch_size
     made = prepare_student(config, taught, [], None, run, CPU, resumed=False, first=True)
-    assert made.model.grad_checkpointing and made.objective.teacher_size == "tiled"
+    assert made.model.grad_checkpointing
+    assert made.objective.features.keywords["teacher_size"] == "tiled"
     plain = replace(config, grad_checkpointing=False)
     run = stage_run(plain, "b", data, {})
     made = prepare_student(plain, taught, [], None, run, CPU, resumed=False, first=True)
-    assert not made.model.grad_checkpointing and made.objective.teacher_size == "same"
+    assert not made.model.grad_checkpointing
+    assert made.objective.features.keywords["teacher_size"] == "same"
 
 
 def test_overwriting_deletes_what_says_what_there_was_first_and_all_of_it(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ are timm's, with weights.
 import csv
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from visionattn.models.building import patch_size
 from visionattn.models.conversion import student_of
 from visionattn.training.config import TrainConfig
 from visionattn.training.distil.distil_config import parse_distil, stage_data
-from visionattn.training.distil.imitation import Imitation, learn
+from visionattn.training.distil.imitation import Imitation, learn, teacher_features
 from visionattn.training.distil.student import check_student, open_taught
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,8 @@ def test_the_body_of_a_real_teacher_teaches(name, body):
         learn(student, letter, converted.new)
         size = getattr(config, letter).teacher_size
         with torch.no_grad():
-            loss = Imitation(student, taught.model, letter, size)(images)
+            features = partial(teacher_features, taught.model, teacher_size=size)
+            loss = Imitation(student, taught.model, letter, features)(images)
             assert student.forward_features(images).shape == (1, count, width)
         # LayerScale starts at 1e-5: random blocks hardly change the features.
         assert loss.isfinite().all() and loss.item() > (1e-4 if letter == "a" else 0)

@@ -30,7 +30,7 @@ from visionattn.data.sources import KNOWN_BYTES, PartOfFile, ends_of
 DECODERS = ("numpy", "pillow", "tifffile", "imagecodecs")
 """Libraries whose other versions may decode to other pixels; OpenCV has several package names."""
 SPARE_BYTES = 2**31
-"""Free space that the cache leaves on its disk, for states and weights of runs."""
+"""Free space that a cache leaves on its disk, for states and weights of runs."""
 
 
 class PixelCache:
@@ -70,16 +70,8 @@ class PixelCache:
 
     def _write(self, path: Path, pixels: np.ndarray) -> None:
         """Write an entry; after a failure, warn and write no more."""
-
-        def write(place: Path) -> None:
-            with open(place, "wb") as file:  # np.save would add a suffix to a path
-                np.save(file, pixels)
-
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(path.parent).free < pixels.nbytes + SPARE_BYTES:
-                raise OSError(errno.ENOSPC, f"less than {sized(SPARE_BYTES)} free on its disk")
-            write_whole(path, write)
+            keep_array(path, pixels)
         except OSError as error:
             self._full.fill_(True)
             warnings.warn(
@@ -87,6 +79,24 @@ class PixelCache:
                 "in each epoch",
                 stacklevel=2,
             )
+
+
+def keep_array(path: Path, array: np.ndarray) -> None:
+    """Write an entry of a cache atomically, and its folder.
+
+    Raises:
+        OSError: it cannot be written, or the disk would have less than ``SPARE_BYTES`` left.
+    """
+
+    def write(place: Path) -> None:
+        with open(place, "wb") as file:  # np.save would add a suffix to a path
+            np.save(file, array)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(path.parent).free < array.nbytes + SPARE_BYTES:
+        problem = f"less than {sized(SPARE_BYTES)} free on its disk"
+        raise OSError(errno.ENOSPC, problem, str(path.parent))
+    write_whole(path, write)
 
 
 def identity(source: Source, index: int) -> str | None:

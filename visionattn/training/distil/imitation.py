@@ -8,8 +8,9 @@ Source: the two stages of ViT-AdaLA and JetViT (2026): attention outputs on the 
 then final features with 0.9 cosine and 0.1 smooth L1.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -25,6 +26,7 @@ from visionattn.models.devices import autocast
 from visionattn.models.patches import call, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
+from visionattn.training.distil.kept_tokens import KeptTokens
 from visionattn.training.distributed import Processes
 from visionattn.training.objectives import Judged, Objective, weighted_mean
 
@@ -75,7 +77,7 @@ class Imitation(nn.Module):
         student: the model to train.
         teacher: frozen, always in eval mode.
         stage: ``a`` for attention, ``b`` or ``c`` for features.
-        teacher_size: image size of the teacher, see ``teacher_features``.
+        features: returns the teacher's tokens; None: ``teacher_features`` of ``teacher``.
     """
 
     def __init__(
@@ -83,11 +85,11 @@ class Imitation(nn.Module):
         student: VisionAttnTransformer,
         teacher: VisionAttnTransformer,
         stage: Stage,
-        teacher_size: TeacherSize = "same",
+        features: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     ):
         super().__init__()
         self.student, self.teacher = student, teacher
-        self.stage, self.teacher_size = stage, teacher_size
+        self.stage, self.features = stage, features or partial(teacher_features, teacher)
 
     def train(self, mode: bool = True) -> "Imitation":
         """Set the mode of the student; the teacher stays in eval mode."""
@@ -109,7 +111,7 @@ class Imitation(nn.Module):
 
     def judge_features(self, images: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the feature loss of each image, ``[B]``, and the student's tokens."""
-        wanted = teacher_features(self.teacher, images, sizes, self.teacher_size)
+        wanted = self.features(images, sizes)
         tokens = self.student.forward_features(images, sizes=sizes)
         present = self.student.present_patches(images, sizes)
         if present is not None:
@@ -122,9 +124,11 @@ class Imitating(Objective):
 
     Args:
         teacher: on the device of the training, in eval mode.
-        stage, teacher_size: as for ``Imitation``.
+        stage: as for ``Imitation``.
+        teacher_size: image size of the teacher, see ``teacher_features``.
         labelled: whether the labels are classes of the teacher's head, so that the student has an
             accuracy.
+        kept: folder for the teacher's tokens, see ``KeptTokens``; None: computed in each epoch.
     """
 
     learns_labels = False
@@ -136,16 +140,19 @@ class Imitating(Objective):
         teacher_size: TeacherSize,
         *,
         labelled: bool,
+        kept: str | None = None,
     ):
         super().__init__(OptimConfig())
         self.teacher = teacher.requires_grad_(False).eval()
-        self.stage, self.teacher_size = stage, teacher_size
-        self.labelled = labelled
+        self.stage, self.labelled = stage, labelled
+        self.features = partial(teacher_features, self.teacher, teacher_size=teacher_size)
+        if kept is not None and stage != "a":
+            self.features = KeptTokens(kept, self.features, self.teacher, teacher_size)
 
     def called(self, model: nn.Module) -> Imitation:
         """Return the student with its teacher."""
         assert isinstance(model, VisionAttnTransformer)
-        return Imitation(model, self.teacher, self.stage, self.teacher_size)
+        return Imitation(model, self.teacher, self.stage, self.features)
 
     def loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean loss of the images, each times its weight; labels are not used."""

@@ -153,7 +153,9 @@ def prepare_student(
         converted.model.set_grad_checkpointing(True)
     learn(converted.model, letter, converted.new)
     size = getattr(distil, letter).teacher_size
-    objective = Imitating(taught.model.to(device), letter, size, labelled=labelled)
+    objective = Imitating(
+        taught.model.to(device), letter, size, labelled=labelled, kept=distil.teacher_cache
+    )
     return Prepared(splits, converted.model, config.model, converted.args, lines, objective)
 
 
