@@ -1,7 +1,6 @@
 """What can be wrong with a value, a tree of values and the bytes of a file."""
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,30 +141,6 @@ def few(found: Iterator[tuple[str, Any]], most: int = 2) -> Iterator[tuple[str, 
             yield name, tree
 
 
-def graft(place: str, tree: Any) -> Callable[[Any], Any]:
-    """Return what puts what is wrong in one tree into the same place of another."""
-    missing = place.endswith(" missing")
-    path = tuple(int(key) if key.isdigit() else key for key in keys(place.removesuffix(" missing")))
-
-    def change(state: Any) -> Any:
-        if missing:
-            del at(state, path[:-1])[path[-1]]
-            return state
-        return put(state, path, at(tree, path))
-
-    return change
-
-
-def keys(place: str) -> list[str]:
-    """Divide the name of a place; names of tensors hold points."""
-    if place == "all":
-        return []
-    for group in ("model", "ema"):
-        if place.startswith(f"{group}.head"):
-            return [group, place.removeprefix(f"{group}.")]
-    return place.split(".")
-
-
 def set_at(*path: Any, to: Any) -> Callable[[Any], Any]:
     """Return what puts a value at a path."""
     return lambda tree: put(tree, path, to)
@@ -187,15 +162,5 @@ def both(*changes: Callable[[Path], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         for change in changes:
             change(folder)
-
-    return apply
-
-
-def change_file(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Return what changes the content of a JSON file."""
-
-    def apply(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
     return apply
