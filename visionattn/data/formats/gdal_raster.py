@@ -3,7 +3,6 @@
 Only this reader imports rasterio, after ``require`` has found it.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from visionattn.data.formats.reader import (
     check_page,
     damage,
     one_line,
+    path_of,
 )
 from visionattn.data.formats.value_meaning import Meaning, scaling
 from visionattn.data.geometry import Box
@@ -42,9 +42,9 @@ class Raster(Reader):
     def __init__(self, source: str | BinaryIO, page: int | None):
         check_page(page, 1)
         self._content = None
-        self._path = source if isinstance(source, str) else getattr(source, "name", None)
+        self._path = source if isinstance(source, str) else path_of(source)
         if not isinstance(source, str):
-            if not (isinstance(self._path, str) and os.path.isfile(self._path)):
+            if not self._path:
                 source.seek(0)
                 self._content = rasterio.MemoryFile(source.read())
                 self._path = self._content.name

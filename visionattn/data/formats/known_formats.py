@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 from timm.data.readers.img_extensions import get_img_extensions
 
 from visionattn.data.formats.read_options import ReadOptions
-from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, require
+from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, path_of, require
 
 Openable = str | os.PathLike | BinaryIO
 """A path, or a seekable binary stream with the bytes of an image."""
@@ -104,7 +104,7 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
 
 def _open(source: Openable, page: int | None) -> Reader:
     if not isinstance(source, str | os.PathLike):
-        path = _path_of(source)
+        path = path_of(source)
         if not _by_path(path):
             return _open_file(source, page)
         source.close()
@@ -164,9 +164,3 @@ def _module(row: Format):
         extra, package, what = row.needs
         require(extra, package, what=what)
     return importlib.import_module(f"visionattn.data.formats.{row.module}")
-
-
-def _path_of(file: BinaryIO) -> str:
-    """Return the path of an open file; an empty text if it has none."""
-    name = getattr(file, "name", "")
-    return name if isinstance(name, str) and os.path.exists(name) else ""

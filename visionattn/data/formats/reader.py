@@ -5,6 +5,7 @@ This module is independent of formats. A format is a subclass of ``Reader`` and 
 """
 
 import importlib.util
+import os
 import struct
 import zlib
 from abc import abstractmethod
@@ -62,6 +63,12 @@ def require(extra: str, *packages: str, what: str) -> None:
 
 BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 """Unexpected exceptions of libraries for malformed files, in addition to ``DAMAGED_IMAGE``."""
+
+
+def path_of(file: object) -> str:
+    """Return the path of an open file; an empty text if it has none."""
+    name = getattr(file, "name", "")
+    return name if isinstance(name, str) and os.path.isfile(name) else ""
 
 
 def one_line(error: BaseException) -> str:
