@@ -47,11 +47,6 @@ def _points(*points: tuple[float, float]) -> np.ndarray:
     return np.round(np.array(points) * 2**_SHIFT).astype(np.int32)
 
 
-def _stroke(image: np.ndarray, start: tuple, end: tuple, thickness: int) -> None:
-    first, second = _points(start, end).tolist()
-    cv2.line(image, first, second, 255, thickness, cv2.LINE_AA, _SHIFT)
-
-
 def _symbol(image: np.ndarray, name: str, reach: float, degrees: float, thickness: int) -> None:
     """Draw a symbol that extends ``reach`` pixels from the center, rotated by ``degrees``."""
     middle = (image.shape[0] - 1) / 2
@@ -59,8 +54,8 @@ def _symbol(image: np.ndarray, name: str, reach: float, degrees: float, thicknes
     for angle in angles:
         turn = math.radians(angle + degrees)
         across, down = math.cos(turn) * reach, math.sin(turn) * reach
-        start, end = (middle - across, middle - down), (middle + across, middle + down)
-        _stroke(image, start, end, thickness)
+        ends = _points((middle - across, middle - down), (middle + across, middle + down))
+        cv2.line(image, *ends.tolist(), 255, thickness, cv2.LINE_AA, _SHIFT)
     if name == "dot":
         centre = _points((middle, middle))[0].tolist()
         radius = round(0.8 * reach * 2**_SHIFT)
