@@ -134,8 +134,7 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
             f"{len(missing)} of {len(images)} images of {root} have no mask; first: {missing[0]}, "
             f"expected {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
         )
-    unnamed: list[Place | None] = [place and (place[0], "") for place in places]
-    return Placed(Files(list(images)), unnamed, left_out), found
+    return Placed(Files(list(images)), places, left_out), found
 
 
 def _kind_of(parts: Folders) -> tuple[str, Folders]:
