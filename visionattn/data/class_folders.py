@@ -25,7 +25,7 @@ from visionattn.data.folder_walk import (
     split_of,
     suffix_of,
 )
-from visionattn.data.formats.known_formats import TABLE, Source
+from visionattn.data.formats.known_formats import RASTER, ZARR, Source
 from visionattn.data.sources import Files, Member, TarMembers
 
 LAYOUT = "expected train/<class>/* and val/<class>/*, or <class>/*"
@@ -36,7 +36,7 @@ IMAGES, MASKS = "images", "masks"
 """Names of the folders of images and masks, in any case."""
 MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
 """Suffixes of mask files; JPEG changes values."""
-BY_PATH = frozenset(suffix for row in TABLE if row.by_path for suffix in row.suffixes)
+BY_PATH = frozenset(RASTER.suffixes + ZARR.suffixes)
 """Suffixes of files that cannot be read inside another file."""
 
 Place = tuple[str, str]

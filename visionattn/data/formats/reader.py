@@ -123,12 +123,11 @@ class Georeference:
         transform = self.transform
         if transform is not None:
             transform = transform @ transform.scale(width, height)
-        gcps = []
-        for point in self.gcps:
-            values = point.asdict()
-            values |= {"row": point.row / height, "col": point.col / width}
-            gcps.append(GroundControlPoint(**values))
-        return Georeference(self.crs, transform, tuple(gcps))
+        points = [
+            point.asdict() | {"row": point.row / height, "col": point.col / width}
+            for point in self.gcps
+        ]
+        return Georeference(self.crs, transform, tuple(GroundControlPoint(**x) for x in points))
 
 
 class Turn(NamedTuple):
