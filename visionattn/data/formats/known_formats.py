@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 from timm.data.readers.img_extensions import get_img_extensions
 
 from visionattn.data.formats.read_options import ReadOptions
-from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, path_of, require
+from visionattn.data.formats.reader import Reader, path_of, require
 
 Openable = str | os.PathLike | BinaryIO
 """A path, or a seekable binary stream with the bytes of an image."""
@@ -89,37 +89,33 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
             is one of them: its format needs a package that is not installed.
     """
     options = options or ReadOptions()
-    reader = _open(source, options.page)
-    reader.most_px = options.max_pixels
-    try:
-        reader.take_level(options.level)
-    except DAMAGED_IMAGE:
-        reader.close()
-        raise
-    return reader
-
-
-def _open(source: Openable, page: int | None) -> Reader:
-    if isinstance(source, str | os.PathLike):
-        check_file(source)
-        if is_folder_format(source):
-            return _module(ZARR).open_reader(os.fspath(source), page)
-        source = open(source, "rb")  # noqa: SIM115  the reader closes it
     with ExitStack() as failed:
-        failed.callback(source.close)
-        reader = _module(_format_of(source)).open_reader(source, page)
+        if isinstance(source, str | os.PathLike):
+            check_file(source)
+            path = os.fspath(source)
+            source = path if is_folder_format(path) else open(path, "rb")  # noqa: SIM115
+        if not isinstance(source, str):
+            failed.callback(source.close)
+        reader = _module(_format_of(source)).open_reader(source, options.page)
+        failed.callback(reader.close)
+        reader.most_px = options.max_pixels
+        reader.take_level(options.level)
         failed.pop_all()
     return reader
 
 
-def _format_of(file: BinaryIO) -> Format:
-    """Return the row of an open file: by its name for rasters, else by its first bytes."""
-    suffix = os.path.splitext(path_of(file))[1].lower()
+def _format_of(source: str | BinaryIO) -> Format:
+    """Return the row of a folder, or of an open file: by its name for rasters, else by its first
+    bytes.
+    """
+    if isinstance(source, str):
+        return ZARR
+    suffix = os.path.splitext(path_of(source))[1].lower()
     if suffix in RASTER.suffixes:
         return RASTER
-    file.seek(0)
-    start = file.read(16)
-    file.seek(0)
+    source.seek(0)
+    start = source.read(16)
+    source.seek(0)
     known = (row for row in TABLE if any(start.startswith(each) for each in row.starts))
     return next(known, TABLE[-1])
 

@@ -60,7 +60,7 @@ def open_reader(file: BinaryIO, page: int | None) -> Reader:
     with damage_of_tiff():
         image = TiffImage(file, page)
         path = path_of(file)
-        holes = image.of_gdal or os.path.isfile(f"{path}.msk")
+        holes = image.of_gdal or (path and os.path.isfile(f"{path}.msk"))
         placed = path and GEO_KEYS in image.page.tags
         placed = placed and importlib.util.find_spec("rasterio") is not None
         known = image.plain or image.page.photometric == PALETTE
