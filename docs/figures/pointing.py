@@ -45,9 +45,8 @@ def examples(
     test = build_splits(config, seed=0).test
     for index in range(count):
         drawn = test.draw(SampleKey(index, 0, geometry))
-        box = drawn.mark if task == "documents" else drawn.digit
         pixels = fill(drawn.image, geometry.view(*drawn.image.shape[:2]))
-        yield torch.from_numpy(np.moveaxis(pixels, 2, 0)[None].copy()), drawn.label, box
+        yield torch.from_numpy(np.moveaxis(pixels, 2, 0)[None].copy()), drawn.label, drawn.box
 
 
 def scores_of(model: torch.nn.Module, inputs: Tensor) -> tuple[int, dict[str, Tensor]]:

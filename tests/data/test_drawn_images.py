@@ -34,6 +34,10 @@ from visionattn.data.synthetic_images import (
 SHAPES = [(40, 40), (103, 512), (300, 97)]
 
 
+def key_of(index, epoch, height, width):
+    return SampleKey(index, epoch, Geometry("crop", (height, width)))
+
+
 def generator(seed):
     return np.random.default_rng(seed)
 
@@ -43,12 +47,12 @@ def test_a_page_with_and_without_its_mark_differ_only_in_the_box_of_the_mark():
         without = draw_page(generator(seed), height, width, None)
         page = draw_page(generator(seed), height, width, seed % 4)
         assert page.image.shape == (height, width, 1) and page.image.dtype == np.uint8
-        assert page.label == seed % 4 and without.label is None and page.mark == without.mark
+        assert page.label == seed % 4 and without.label is None and page.box == without.box
         changed = page.image[:, :, 0] != without.image[:, :, 0]
         # The ring touches each side of its box.
         for places, first, size in (
-            (np.flatnonzero(changed.any(1)), page.mark.top, page.mark.height),
-            (np.flatnonzero(changed.any(0)), page.mark.left, page.mark.width),
+            (np.flatnonzero(changed.any(1)), page.box.top, page.box.height),
+            (np.flatnonzero(changed.any(0)), page.box.left, page.box.width),
         ):
             assert first <= places[0] <= first + 2
             assert first + size - 3 <= places[-1] <= first + size - 1
@@ -57,7 +61,7 @@ def test_a_page_with_and_without_its_mark_differ_only_in_the_box_of_the_mark():
 def test_splits_share_no_page_and_every_seed_has_the_same_test_pages():
     def pages(split, seed):
         data = DocumentsDataset(split, 8, seed)
-        return [data.page(index, 0, 100).image.tobytes() for index in range(8)]
+        return [data.draw(key_of(index, 0, 100, 100)).image.tobytes() for index in range(8)]
 
     assert pages("test", 5) == pages("test", 6)
     seeds = (5, 6, synthetic_images.TEST_SEED)
@@ -76,7 +80,7 @@ def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would
     geometry = Geometry(fit, (size_px, size_px), None, (16, 16))
     for index in range(20):
         item = data[SampleKey(index, 3, geometry)]
-        page = data.page(index, 3, size_px)
+        page = data.draw(SampleKey(index, 3, geometry))
         view = geometry.view(*page.image.shape[:2])
         assert item.label == page.label and item.pixels.shape == (*view.canvas, 1)
         assert tuple(data.canvases(geometry)[index]) == view.canvas
@@ -91,26 +95,18 @@ def test_pages_are_those_that_were_drawn_before():
     """Recorded: figures of models rest on these pages, and on the places of their marks."""
     data, found = DocumentsDataset("test", 40, seed=0), []
     for index, px in ((0, 320), (7, 512), (12, 200)):
-        page = data.page(index, 0, px, masked=True)
-        np.testing.assert_array_equal(data.page(index, 0, px).image, page.image)
-        told = page.image.tobytes(), page.mask.tobytes(), repr(page.mark).encode()
+        page = data.draw(key_of(index, 0, px, px), masked=True)
+        np.testing.assert_array_equal(data.draw(key_of(index, 0, px, px)).image, page.image)
+        told = page.image.tobytes(), page.mask.tobytes(), repr(page.box).encode()
         found.append(zlib.crc32(b"".join(told)))
     for index in (0, 5):
-        page = DocumentsDataset("train", 40, seed=3).page(index, 2, 256)
+        page = DocumentsDataset("train", 40, seed=3).draw(key_of(index, 2, 256, 256))
         piece = PagePieces("train", 40, 3)[SampleKey(index, 1, Geometry("crop", (32, 24)))]
         found.append(zlib.crc32(page.image.tobytes() + piece.pixels.tobytes()))
     assert found == [3625883580, 3650784675, 1095769232, 864543810, 2812777546]
 
 
 SIZES = [(96, 96), (128, 128), (104, 176), (384, 384)]
-
-
-def overlap(first, second):
-    rows = min(first.top + first.height, second.top + second.height) - max(first.top, second.top)
-    columns = min(first.left + first.width, second.left + second.width) - max(
-        first.left, second.left
-    )
-    return max(0, rows) * max(0, columns)
 
 
 @pytest.fixture(scope="module")
@@ -122,22 +118,23 @@ def held_out():
 def test_the_whole_digit_lies_inside_the_canvas_and_nothing_overlaps_it(height, width):
     data = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 100, seed=5, vary=height != 56)
     for index in range(60):
-        canvas = data.canvas(index, 0, height, width)
+        canvas = data.draw(key_of(index, 0, height, width), masked=True)
         assert canvas.image.shape == (height, width, 1) and canvas.image.dtype == np.uint8
-        assert canvas.digit.height == canvas.digit.width and 16 <= canvas.digit.height <= 40
-        for box in (canvas.digit, *canvas.distractors):
-            assert box.top >= 0 and box.top + box.height <= height
-            assert box.left >= 0 and box.left + box.width <= width
-        assert all(overlap(canvas.digit, box) == 0 for box in canvas.distractors)
+        top, left, rows, columns = canvas.box
+        assert rows == columns and 16 <= rows <= 40
+        assert 0 <= top <= height - rows and 0 <= left <= width - columns
+        inside = canvas.mask[top : top + rows, left : left + columns]
+        assert set(np.unique(inside)) == {0, 2 + canvas.label}
+        assert (inside > 1).sum() == (canvas.mask > 1).sum()
 
 
 def test_a_digit_keeps_its_class_and_its_pixels_at_every_size_of_the_canvas(held_out):
     for index in range(50):
-        canvases = [held_out.canvas(index, 0, *size) for size in SIZES]
+        canvases = [held_out.draw(key_of(index, 0, *size)) for size in SIZES]
         assert len({canvas.label for canvas in canvases}) == 1
         cuts = []
         for canvas in canvases:
-            top, left, height, width = canvas.digit
+            top, left, height, width = canvas.box
             cuts.append(canvas.image[top : top + height, left : left + width, 0].astype(float))
         # the noise, uniform over 0.15 * 255 gray levels, is all that differs
         for cut in cuts[1:]:
@@ -157,16 +154,16 @@ def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_
 
 
 def test_canvases_are_those_that_were_drawn_before():
-    """Recorded: figures of models rest on these canvases, and on the places of their parts."""
+    """Recorded: figures of models rest on these canvases, and on the places of their digits."""
     two = CanvasArgs(distractors=9, digit_px=(12, 30), whole_digits=2)
     found = []
     for split, task, vary in (("test", CanvasArgs(), False), ("train", two, True)):
         data = CanvasDataset(digit_splits(0.1, 0)[split], split, 400, 0, task=task, vary=vary)
         for index in (0, 7):
-            canvas = data.canvas(index, 0, 128, 96, masked=True)
-            told = canvas.image.tobytes(), canvas.mask.tobytes(), repr(canvas[1:4]).encode()
+            canvas = data.draw(key_of(index, 0, 128, 96), masked=True)
+            told = canvas.image.tobytes(), canvas.mask.tobytes(), repr(canvas[1:3]).encode()
             found.append(zlib.crc32(b"".join(told)))
-    assert found == [2290779051, 2303929292, 1584080078, 2158011508]
+    assert found == [3203333941, 1893888273, 2458579917, 37610207]
 
 
 TASK = {"name": "copy", "task": "generate", "workers": 0}

@@ -13,10 +13,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics.pairwise import cosine_similarity
 
 from tests.helpers import inference_files
+from tests.helpers.geometry import square
 from tests.helpers.inference_files import GREY, feature_of, read_index, write_weights
 from tests.helpers.tools import assert_one_error, written
 from visionattn.cli.parsing import yaml_text
 from visionattn.command import run
+from visionattn.data.batches import SampleKey
 from visionattn.data.data_config import DataConfig
 from visionattn.data.digits_and_canvas import CanvasDataset, digit_splits
 from visionattn.data.geometry import Geometry
@@ -190,7 +192,7 @@ def test_the_command_probes_the_maps_that_it_wrote_and_pixels(folder, capsys):
         rows = [row for row in read_index(folder / "out") if f"/{split}/" in row["path"]]
         assert [row["path"] for row in rows] == [f"canvas/{split}/{i}" for i in range(30)]
         found = [feature_of(folder / "out", row).reshape(24, 36).T for row in rows]
-        drawn = [data.canvas(i, 0, 48, 48, masked=True) for i in range(30)]
+        drawn = [data.draw(SampleKey(i, 0, square(48)), masked=True) for i in range(30)]
         labels = [patch_labels(each.mask, (6, 6), 12).ravel() for each in drawn]
         squares = [each.image.reshape(6, 8, 6, 8).swapaxes(1, 2).reshape(36, 64) for each in drawn]
         maps.append(list(zip(found, labels, strict=True)))

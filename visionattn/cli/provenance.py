@@ -5,6 +5,7 @@ This module imports nothing that only reading data or training needs.
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -86,9 +87,6 @@ def bfloat16_units() -> str:
 def processor_name() -> str:
     """Name the processor as Linux does; elsewhere as Python does, or by its architecture."""
     listed = Path("/proc/cpuinfo")
-    if listed.exists():
-        lines = listed.read_text().splitlines()
-        names = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
-        if names and names[0]:
-            return names[0]
-    return platform.processor() or platform.machine()
+    text = listed.read_text() if listed.exists() else ""
+    found = re.search(r"^model name[ \t]*:[ \t]*(\S.*?)[ \t]*$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()

@@ -7,7 +7,6 @@ the integers of files, or shares of a value range; ``DataSpec.prepare`` turns th
 input on the device.
 """
 
-import math
 import os
 import random
 import signal
@@ -182,23 +181,19 @@ def collate(samples: Sequence[Item | Unreadable]) -> tuple[Batch, list[Unreadabl
     return Batch(images, labels, sizes), unreadable
 
 
-def numbered(
-    samples: Sequence[tuple[int, Item | Unreadable]],
-) -> tuple[Batch, list[Unreadable], list[int]]:
-    """Collate samples with their indices; also return the indices of the readable ones."""
-    batch, unreadable = collate([sample for _, sample in samples])
-    numbers = [number for number, sample in samples if not isinstance(sample, Unreadable)]
-    return batch, unreadable, numbers
-
-
-class Numbered(Dataset):
-    """A dataset that returns each image with its index."""
+class BatchedDataset(Dataset):
+    """A dataset that returns batches: by keys, the readable images, the others, and the indices of
+    the readable ones.
+    """
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
 
-    def __getitem__(self, key: SampleKey) -> tuple[int, Item | Unreadable]:
-        return key.index, self.dataset[key]
+    def __getitem__(self, keys: list[SampleKey]) -> tuple[Batch, list[Unreadable], list[int]]:
+        samples = [self.dataset[key] for key in keys]
+        pairs = zip(keys, samples, strict=True)
+        numbers = [key.index for key, sample in pairs if not isinstance(sample, Unreadable)]
+        return *collate(samples), numbers
 
 
 def same_scale(images: list[np.ndarray]) -> list[np.ndarray]:
@@ -270,11 +265,7 @@ class _BatchKeys:
         self.buckets = (
             None if canvases is None else Buckets.of(canvases, choices, batch_size, batch_patches)
         )
-        self.count = (
-            math.ceil(length * crops / batch_size) if self.buckets is None else self.buckets.count
-        )
-        if labels is not None or crops > 1:  # with many sizes, the count of the first epoch
-            self.count = len(self.batches())
+        self.count = len(self.batches())  # with sampler and many sizes, of the first epoch
 
     def __len__(self):
         return self.count
@@ -361,10 +352,10 @@ class _Batches:
             for image in unreadable:
                 self._leave_out(image)
         loader = DataLoader(
-            Numbered(dataset),
-            batch_sampler=self._keys,
+            BatchedDataset(dataset),
+            batch_size=None,
+            sampler=self._keys,
             num_workers=config.workers,
-            collate_fn=numbered,
             worker_init_fn=start_worker,
             persistent_workers=config.workers > 0,
             # keeps torch's own generator unchanged, with or without workers

@@ -60,12 +60,6 @@ class Buckets:
         own = bucket.reshape(-1)
         return cls(own, room, np.flatnonzero((patches == 0)[own]))
 
-    @property
-    def count(self) -> int:
-        """Return the number of batches per epoch with each image once."""
-        members = np.bincount(self.bucket, minlength=len(self.room))
-        return int(np.ceil(members / self.room).sum())
-
     def fill(self, order: np.ndarray) -> list[np.ndarray]:
         """Return the indices of the images of each batch, in the order in which batches fill;
         incomplete batches come last.

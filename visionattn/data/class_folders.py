@@ -25,7 +25,7 @@ from visionattn.data.folder_walk import (
     split_of,
     suffix_of,
 )
-from visionattn.data.formats.known_formats import TABLE, Source
+from visionattn.data.formats.known_formats import RASTER, ZARR, Source
 from visionattn.data.sources import Files, Member, TarMembers
 
 LAYOUT = "expected train/<class>/* and val/<class>/*, or <class>/*"
@@ -36,7 +36,7 @@ IMAGES, MASKS = "images", "masks"
 """Names of the folders of images and masks, in any case."""
 MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
 """Suffixes of mask files; JPEG changes values."""
-BY_PATH = frozenset(suffix for row in TABLE if row.by_path for suffix in row.suffixes)
+BY_PATH = frozenset(RASTER.suffixes + ZARR.suffixes)
 """Suffixes of files that cannot be read inside another file."""
 
 Place = tuple[str, str]
@@ -134,8 +134,7 @@ def open_masked_tree(root: str) -> tuple[Placed, list[str]]:
             f"{len(missing)} of {len(images)} images of {root} have no mask; first: {missing[0]}, "
             f"expected {Path(root, *swapped).with_suffix(MASK_SUFFIXES[0])}"
         )
-    unnamed: list[Place | None] = [place and (place[0], "") for place in places]
-    return Placed(Files(list(images)), unnamed, left_out), found
+    return Placed(Files(list(images)), places, left_out), found
 
 
 def _kind_of(parts: Folders) -> tuple[str, Folders]:

@@ -6,7 +6,6 @@ This module splits the digits and draws canvases. Loaders, batches and configura
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -19,6 +18,7 @@ from visionattn.data.synthetic_images import (
     FIRST_CLASS,
     DrawnArgs,
     DrawnDataset,
+    DrawnImage,
     Split,
     paint,
 )
@@ -77,19 +77,6 @@ class CanvasArgs(DrawnArgs):
 
 
 USUAL = CanvasArgs()
-
-
-class Canvas(NamedTuple):
-    """A generated canvas and the places of its parts."""
-
-    image: np.ndarray
-    """uint8, ``[height, width, 1]``."""
-    label: int
-    digit: Box
-    distractors: list[Box]
-    """Boxes of the second whole digit, if there is one, then of the fragments."""
-    mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as in ``synthetic_images.py``; None if not requested."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +205,7 @@ def draw_canvas(
     vary: bool,
     task: CanvasArgs = USUAL,
     masked: bool = False,
-) -> Canvas:
+) -> DrawnImage:
     """Draw digit ``index`` whole, and fragments of other digits, on noisy gray.
 
     The whole digit and the fragments get sides drawn from ``task.digit_px``, for any canvas size.
@@ -238,7 +225,7 @@ def draw_canvas(
         masked: also make the mask.
 
     Returns:
-        ``Canvas``: image, label, the boxes of the parts, and the mask or None.
+        ``DrawnImage``, with the box of the whole digit.
     """
     smallest, largest = task.digit_px
 
@@ -267,7 +254,6 @@ def draw_canvas(
             paint(mask, box.top, box.left, glyph, value, None)
 
     add(digit_box, glyph, contrast, FIRST_CLASS + label)
-    distractors = []
     if task.whole_digits == 2:
         second = rng.choice(np.flatnonzero(digits.labels != digits.labels[index]))
         side = int(rng.integers(smallest, int(size_px / LARGER) + 1))
@@ -275,7 +261,6 @@ def draw_canvas(
         box = _place(rng, (height, width), glyph.shape, taken)
         if box is not None:
             add(box, glyph, rng.uniform(0.5, 0.7), DISTRACTOR)
-            distractors.append(box)
     only_digits = taken.copy()
 
     # Fragments come from other digits only.
@@ -289,8 +274,7 @@ def draw_canvas(
         box = _place(rng, (height, width), fragment.shape, taken, only_digits)
         if box is not None:
             add(box, fragment, rng.uniform(0.5, 0.7), DISTRACTOR)
-            distractors.append(box)
-    return Canvas(image[:, :, None], label, digit_box, distractors, mask)
+    return DrawnImage(image[:, :, None], label, digit_box, mask)
 
 
 class CanvasDataset(DrawnDataset):
@@ -323,15 +307,9 @@ class CanvasDataset(DrawnDataset):
         self.seed = seed  # test canvases differ by seed, test digits do not
         self.digits, self.vary, self.task = digits, vary, task
 
-    def canvas(
-        self, index: int, epoch: int, height: int, width: int, *, masked: bool = False
-    ) -> Canvas:
-        """Draw the canvas of an index at any size, with its boxes and, if ``masked``, its mask."""
-        rng, count = self.draws(index, epoch), len(self.digits.labels)
-        digit = int(rng.integers(count)) if self.split == "train" else index % count
-        how = dict(vary=self.vary, task=self.task, masked=masked)
-        return draw_canvas(self.digits, digit, height, width, rng, **how)
-
-    def draw(self, key: SampleKey, *, masked: bool = False) -> Canvas:
+    def draw(self, key: SampleKey, *, masked: bool = False) -> DrawnImage:
         """Draw the canvas of a key, at the size of its geometry."""
-        return self.canvas(key.index, key.epoch, *key.geometry.img_size, masked=masked)
+        rng, count = self.draws(key.index, key.epoch), len(self.digits.labels)
+        digit = int(rng.integers(count)) if self.split == "train" else key.index % count
+        how = dict(vary=self.vary, task=self.task, masked=masked)
+        return draw_canvas(self.digits, digit, *key.geometry.img_size, rng, **how)

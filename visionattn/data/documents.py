@@ -5,7 +5,6 @@ batches and configurations are elsewhere.
 """
 
 import math
-from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -13,7 +12,14 @@ import numpy as np
 from visionattn.data.batches import SampleKey
 from visionattn.data.buckets import canvases
 from visionattn.data.geometry import Box, Geometry
-from visionattn.data.synthetic_images import DISTRACTOR, FIRST_CLASS, DrawnDataset, Split, paint
+from visionattn.data.synthetic_images import (
+    DISTRACTOR,
+    FIRST_CLASS,
+    DrawnDataset,
+    DrawnImage,
+    Split,
+    paint,
+)
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")
@@ -37,26 +43,8 @@ _SHAPE_STREAM = 33
 _SHIFT = 4  # cv2 draws with sixteenths of a pixel
 
 
-class Page(NamedTuple):
-    """A generated page, and the place of its mark."""
-
-    image: np.ndarray
-    """uint8, ``[height, width, 1]``."""
-    label: int | None
-    mark: Box
-    mask: np.ndarray | None = None
-    """uint8 ``[height, width]``, as in ``synthetic_images.py``: text is background, empty rings and
-    squares are distractors. None if not requested.
-    """
-
-
 def _points(*points: tuple[float, float]) -> np.ndarray:
     return np.round(np.array(points) * 2**_SHIFT).astype(np.int32)
-
-
-def _stroke(image: np.ndarray, start: tuple, end: tuple, thickness: int) -> None:
-    first, second = _points(start, end).tolist()
-    cv2.line(image, first, second, 255, thickness, cv2.LINE_AA, _SHIFT)
 
 
 def _symbol(image: np.ndarray, name: str, reach: float, degrees: float, thickness: int) -> None:
@@ -66,8 +54,8 @@ def _symbol(image: np.ndarray, name: str, reach: float, degrees: float, thicknes
     for angle in angles:
         turn = math.radians(angle + degrees)
         across, down = math.cos(turn) * reach, math.sin(turn) * reach
-        start, end = (middle - across, middle - down), (middle + across, middle + down)
-        _stroke(image, start, end, thickness)
+        ends = _points((middle - across, middle - down), (middle + across, middle + down))
+        cv2.line(image, *ends.tolist(), 255, thickness, cv2.LINE_AA, _SHIFT)
     if name == "dot":
         centre = _points((middle, middle))[0].tolist()
         radius = round(0.8 * reach * 2**_SHIFT)
@@ -140,7 +128,7 @@ def _on_paper(ink: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def draw_page(
     rng: np.random.Generator, height: int, width: int, label: int | None, *, masked: bool = False
-) -> Page:
+) -> DrawnImage:
     """Draw a page with text, tables and lists, and a mark at a random place.
 
     The mark is a ring around one of four symbols and hides everything below it. Empty rings, and
@@ -150,7 +138,7 @@ def draw_page(
         rng: the source of all randomness.
         height, width: size of the page in pixels, at least ``SMALLEST_PAGE_PX`` each.
         label: which of ``CLASS_NAMES`` marks the page; None: no mark.
-        masked: also make the mask.
+        masked: also make the mask; text is background, empty rings and squares are distractors.
     """
     # Draw the mark's appearance before anything that depends on the size of the page.
     size_px, tilt = int(rng.integers(MARK_PX[0], MARK_PX[1] + 1)), rng.uniform(-8, 8)
@@ -174,7 +162,9 @@ def draw_page(
     top, left = int(down * (height - size_px + 1)), int(right * (width - size_px + 1))
     if label is not None:
         stamp(top, left, *_mark(size_px, tilt, CLASS_NAMES[label]), FIRST_CLASS + label)
-    return Page(_on_paper(ink, rng)[:, :, None], label, Box(top, left, size_px, size_px), mask)
+    return DrawnImage(
+        _on_paper(ink, rng)[:, :, None], label, Box(top, left, size_px, size_px), mask
+    )
 
 
 class DocumentsDataset(DrawnDataset):
@@ -212,18 +202,14 @@ class DocumentsDataset(DrawnDataset):
         """Return the size of the model's input for each page, ``[n, 2]``."""
         return canvases(self.shapes(max(geometry.img_size)), geometry)
 
-    def page(self, index: int, epoch: int, longest_px: int, *, masked: bool = False) -> Page:
-        """Draw the page of an index, with the box of its mark, and with ``masked`` its mask."""
-        rng = self.draws(index, epoch)
+    def draw(self, key: SampleKey, *, masked: bool = False) -> DrawnImage:
+        """Draw the page of a key, at the size of its geometry."""
+        rng = self.draws(key.index, key.epoch)
         drawn = int(rng.integers(len(CLASS_NAMES)))
-        label = drawn if self.split == "train" else index % len(CLASS_NAMES)
-        shape = np.round(self._shapes[index] * longest_px).astype(np.int64)
+        label = drawn if self.split == "train" else key.index % len(CLASS_NAMES)
+        shape = np.round(self._shapes[key.index] * max(key.geometry.img_size)).astype(np.int64)
         height, width = np.maximum(shape, SMALLEST_PAGE_PX).tolist()
         return draw_page(rng, height, width, label, masked=masked)
-
-    def draw(self, key: SampleKey, *, masked: bool = False) -> Page:
-        """Draw the page of a key, at the size of its geometry."""
-        return self.page(key.index, key.epoch, max(key.geometry.img_size), masked=masked)
 
 
 class PagePieces(DrawnDataset):
@@ -234,7 +220,7 @@ class PagePieces(DrawnDataset):
     STREAMS = {"train": 40, "validation": 41, "test": 42}
     SEEN = "crops of pages at their own scale"
 
-    def draw(self, key: SampleKey, *, masked: bool = False) -> Page:
+    def draw(self, key: SampleKey, *, masked: bool = False) -> DrawnImage:
         """Draw a page, and return the crop of a key."""
         rng = self.draws(key.index, key.epoch)
         rows, columns = key.geometry.img_size
@@ -242,4 +228,4 @@ class PagePieces(DrawnDataset):
         page = draw_page(rng, height, width, None).image
         top, left = rng.integers(height - rows + 1), rng.integers(width - columns + 1)
         piece = np.ascontiguousarray(page[top : top + rows, left : left + columns])
-        return Page(piece, 0, Box(int(top), int(left), rows, columns))
+        return DrawnImage(piece, 0, Box(int(top), int(left), rows, columns))

@@ -83,5 +83,4 @@ def open_layers(root: str, said: MasksSaid) -> tuple[Placed, LayerFiles]:
             raise FileNotFoundError(
                 f"{path} has no mask of data.masks.layers; expected e.g. {wanted[1]}"
             )
-    unnamed = [place and (place[0], "") for place in placed.places]
-    return placed._replace(places=unnamed), LayerFiles(layers)
+    return placed, LayerFiles(layers)

@@ -87,9 +87,11 @@ class Found:
     @classmethod
     def placed(cls, root: str, found: Placed, masks: MaskFiles | None = None) -> "Found":
         """Number the classes of images in an order that depends only on their names; the images of
-        a split are sorted by class.
+        a split are sorted by class. With masks, images have no classes.
         """
-        places = [place and (place[0], composed(place[1])) for place in found.places]
+        places = [
+            place and (place[0], "" if masks else composed(place[1])) for place in found.places
+        ]
         names = tuple(sorted({place[1] for place in places if place}, key=in_order))
         numbers = {name: number for number, name in enumerate(names)}
         parts = {}

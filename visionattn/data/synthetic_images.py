@@ -6,13 +6,13 @@ A mask is uint8 ``[height, width]``, of the size of its image: ``BACKGROUND``, `
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import Item, SampleKey
-from visionattn.data.geometry import Geometry, Size, View, pixels
+from visionattn.data.geometry import Box, Geometry, Size, View, pixels
 from visionattn.data.images import cut_mask, fill, see_array
 from visionattn.data.option_ranges import check_signs
 
@@ -43,6 +43,18 @@ class DrawnArgs:
         check_signs({f"data.args.{key}": count for key, count in counts.items()}, {})
 
 
+class DrawnImage(NamedTuple):
+    """A generated image."""
+
+    image: np.ndarray
+    """uint8, ``[height, width, 1]``."""
+    label: int | None
+    box: Box
+    """Place of the digit or mark that determines the class."""
+    mask: np.ndarray | None = None
+    """uint8 ``[height, width]``; None if not requested."""
+
+
 class DrawnDataset(Dataset):
     """Samples determined by seed, split, index and epoch. Test samples are the same for every seed.
 
@@ -70,7 +82,7 @@ class DrawnDataset(Dataset):
         entropy = np.random.SeedSequence((self.seed, self.STREAMS[self.split], epoch, index))
         return np.random.Generator(np.random.SFC64(entropy))
 
-    def draw(self, key: SampleKey, *, masked: bool = False) -> Any:
+    def draw(self, key: SampleKey, *, masked: bool = False) -> DrawnImage:
         """Generate the image of a key at the size of its geometry, and with ``masked`` its mask."""
         raise NotImplementedError
 

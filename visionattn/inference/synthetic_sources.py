@@ -15,12 +15,11 @@ from PIL import Image
 from visionattn.data.batches import SampleKey
 from visionattn.data.data_checks import args_of
 from visionattn.data.data_config import DataConfig
-from visionattn.data.digits_and_canvas import Canvas, digit_splits
-from visionattn.data.documents import Page
+from visionattn.data.digits_and_canvas import digit_splits
 from visionattn.data.formats import as_flags
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.splits import build_splits
-from visionattn.data.synthetic_images import see_mask, value_names
+from visionattn.data.synthetic_images import DrawnImage, see_mask, value_names
 from visionattn.inference.image_listing import digest_of
 
 SPLITS = ("validation", "test")
@@ -117,7 +116,7 @@ class Drawn:
     def __len__(self) -> int:
         return len(SPLITS) * self._count
 
-    def draw(self, index: int, *, masked: bool = False) -> Canvas | Page:
+    def draw(self, index: int, *, masked: bool = False) -> DrawnImage:
         """Generate an image, and with ``masked`` its mask, before it is fitted to a model."""
         split, number = divmod(index, self._count)
         return self._datasets[split].draw(SampleKey(number, 0, self._geometry), masked=masked)

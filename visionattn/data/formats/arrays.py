@@ -2,7 +2,6 @@
 ``[H, W, C]``.
 """
 
-import os
 import tokenize
 from collections.abc import Sequence
 from typing import BinaryIO
@@ -15,6 +14,7 @@ from visionattn.data.formats.reader import (
     choose_level,
     damage,
     lengths,
+    path_of,
     pick,
 )
 from visionattn.data.geometry import Box
@@ -25,11 +25,10 @@ def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
     if isinstance(source, str):
         with damage("zarr"):
             return ArrayImage(_open_zarr(source), None, page)
-    path = getattr(source, "name", None)
-    mapped = isinstance(path, str) and os.path.isfile(path)
+    path = path_of(source)
     with damage("array", tokenize.TokenError, MemoryError):
         # Objects would be unpickled, which may run any code.
-        array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
+        array = np.load(path or source, "r" if path else None, allow_pickle=False)
     return ArrayImage([array], source, page)
 
 

@@ -126,8 +126,6 @@ def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None
     stated = None
     if reader.dtype.kind == "u" and reader.bits is not None:
         stated = (0.0, float(2**reader.bits - 1))
-    elif reader.dtype == bool:
-        stated = (0.0, 1.0)
     if options.value_range is None:
         return stated
     # A range measured on other files applies to integers whose file states no range.

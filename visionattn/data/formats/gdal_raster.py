@@ -3,7 +3,6 @@
 Only this reader imports rasterio, after ``require`` has found it.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,14 +23,15 @@ from visionattn.data.formats.reader import (
     check_page,
     damage,
     one_line,
+    path_of,
 )
 from visionattn.data.formats.value_meaning import Meaning, scaling
 from visionattn.data.geometry import Box
 
 
-def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
-    """Open a raster by its path, or the content of a file without one."""
-    return Raster(source, page)
+def open_reader(file: BinaryIO, page: int | None) -> Reader:
+    """Open a raster."""
+    return Raster(file, page)
 
 
 class Raster(Reader):
@@ -39,16 +39,15 @@ class Raster(Reader):
 
     single_file = False  # GDAL reads masks, overviews and sources of a .vrt from other files
 
-    def __init__(self, source: str | BinaryIO, page: int | None):
+    def __init__(self, file: BinaryIO, page: int | None):
+        """Open a file by its path, or the content of a file without one."""
         check_page(page, 1)
-        self._content = None
-        self._path = source if isinstance(source, str) else getattr(source, "name", None)
-        if not isinstance(source, str):
-            if not (isinstance(self._path, str) and os.path.isfile(self._path)):
-                source.seek(0)
-                self._content = rasterio.MemoryFile(source.read())
-                self._path = self._content.name
-            source.close()
+        self._content, self._path = None, path_of(file)
+        if not self._path:
+            file.seek(0)
+            self._content = rasterio.MemoryFile(file.read())
+            self._path = self._content.name
+        file.close()
         with damage("raster", RasterioError), warnings.catch_warnings():
             warnings.simplefilter("ignore", NotGeoreferencedWarning)
             self._raster = rasterio.open(self._path)

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 from timm.data.readers.img_extensions import get_img_extensions
 
 from visionattn.data.formats.read_options import ReadOptions
-from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader, require
+from visionattn.data.formats.reader import Reader, path_of, require
 
 Openable = str | os.PathLike | BinaryIO
 """A path, or a seekable binary stream with the bytes of an image."""
@@ -40,26 +40,23 @@ class Format:
     """A row of the table."""
 
     module: str
-    """Module name below this package. Its ``open_reader(source, page)`` returns the reader."""
+    """Module name below this package. Its ``open_reader(file, page)`` returns the reader."""
     suffixes: tuple[str, ...]
     starts: tuple[bytes, ...] = ()
     """First bytes that identify such files, whatever their names."""
-    by_path: bool = False
-    """Whether its reader needs a path; others need an open file."""
     needs: tuple[str, str, str] | None = None
     """The extra of ``pyproject.toml``, the package that it installs, and the name of such files in
     messages.
     """
 
 
+RASTER = Format(
+    "gdal_raster", (".vrt", ".img", ".hgt", ".ntf"), needs=("raster", "rasterio", "a raster")
+)
+ZARR = Format("arrays", (".zarr",), needs=("arrays", "zarr", "a zarr array"))
 TABLE = (
-    Format(
-        "gdal_raster",
-        (".vrt", ".img", ".hgt", ".ntf"),
-        by_path=True,
-        needs=("raster", "rasterio", "a raster"),
-    ),
-    Format("arrays", (".zarr",), by_path=True, needs=("arrays", "zarr", "a zarr array")),
+    RASTER,
+    ZARR,
     Format("arrays", (".npy",), (b"\x93NUMPY",)),
     Format(
         "tiff",
@@ -92,46 +89,35 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
             is one of them: its format needs a package that is not installed.
     """
     options = options or ReadOptions()
-    reader = _open(source, options.page)
-    reader.most_px = options.max_pixels
-    try:
-        reader.take_level(options.level)
-    except DAMAGED_IMAGE:
-        reader.close()
-        raise
-    return reader
-
-
-def _open(source: Openable, page: int | None) -> Reader:
-    if not isinstance(source, str | os.PathLike):
-        path = _path_of(source)
-        if not _by_path(path):
-            return _open_file(source, page)
-        source.close()
-        source = path
-    check_file(source)
-    if row := _by_path(source):
-        return _module(row).open_reader(os.fspath(source), page)
-    return _open_file(open(source, "rb"), page)  # the reader closes it
-
-
-def _open_file(file: BinaryIO, page: int | None) -> Reader:
-    """Open an image by its first bytes; the file is closed on failure."""
     with ExitStack() as failed:
-        failed.callback(file.close)
-        file.seek(0)
-        start = file.read(16)
-        file.seek(0)
-        known = (row for row in TABLE if any(start.startswith(each) for each in row.starts))
-        reader = _module(next(known, TABLE[-1])).open_reader(file, page)
+        if isinstance(source, str | os.PathLike):
+            check_file(source)
+            path = os.fspath(source)
+            source = path if is_folder_format(path) else open(path, "rb")  # noqa: SIM115
+        if not isinstance(source, str):
+            failed.callback(source.close)
+        reader = _module(_format_of(source)).open_reader(source, options.page)
+        failed.callback(reader.close)
+        reader.most_px = options.max_pixels
+        reader.take_level(options.level)
         failed.pop_all()
     return reader
 
 
-def _by_path(path: str | os.PathLike) -> Format | None:
-    """Return the row of a file that is opened by its path, according to its name."""
-    suffix = os.path.splitext(path)[1].lower()
-    return next((row for row in TABLE if row.by_path and suffix in row.suffixes), None)
+def _format_of(source: str | BinaryIO) -> Format:
+    """Return the row of a folder, or of an open file: by its name for rasters, else by its first
+    bytes.
+    """
+    if isinstance(source, str):
+        return ZARR
+    suffix = os.path.splitext(path_of(source))[1].lower()
+    if suffix in RASTER.suffixes:
+        return RASTER
+    source.seek(0)
+    start = source.read(16)
+    source.seek(0)
+    known = (row for row in TABLE if any(start.startswith(each) for each in row.starts))
+    return next(known, TABLE[-1])
 
 
 def read_size(source: Openable, options: ReadOptions | None = None) -> tuple[int, int]:
@@ -156,7 +142,7 @@ def check_file(path: str | os.PathLike) -> None:
 
 def is_folder_format(path: str | os.PathLike) -> bool:
     """Return whether a folder is itself an image, by its name."""
-    return os.path.splitext(path)[1].lower() == ".zarr"
+    return os.path.splitext(path)[1].lower() in ZARR.suffixes
 
 
 def _module(row: Format):
@@ -164,9 +150,3 @@ def _module(row: Format):
         extra, package, what = row.needs
         require(extra, package, what=what)
     return importlib.import_module(f"visionattn.data.formats.{row.module}")
-
-
-def _path_of(file: BinaryIO) -> str:
-    """Return the path of an open file; an empty text if it has none."""
-    name = getattr(file, "name", "")
-    return name if isinstance(name, str) and os.path.exists(name) else ""

@@ -1,8 +1,8 @@
 """Images that Pillow decodes: JPEG, PNG, WebP, GIF, BMP, JPEG 2000 and plain TIFF.
 
 This module maps Pillow's modes to bands and values, and reads at reduced sizes where JPEG and JPEG
-2000 allow it. Pillow supports no colors of more than 8 bits: 16-bit PNG goes through OpenCV, and
-such TIFF and JPEG 2000 through other readers.
+2000 allow it. Pillow supports no colors of more than 8 bits: imagecodecs decodes 16-bit PNG, and
+other readers decode such TIFF and JPEG 2000.
 """
 
 import threading
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
-import cv2
 import numpy as np
 from PIL import ExifTags, Image
 
@@ -156,16 +155,13 @@ class PillowImage(Reader):
         return pixels.reshape(*pixels.shape[:2], -1)
 
     def _decode_wide_png(self) -> np.ndarray:
-        # Pillow detects damage by checksums; OpenCV would print it, and old versions ignore it.
-        self._open().verify()
+        import imagecodecs
+
         self._file.seek(0)
-        encoded = np.frombuffer(self._file.read(), np.uint8)
-        with damage("PNG of 16 bits", cv2.error):
-            pixels = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
-        if pixels is None:
-            raise ValueError("PNG of 16 bits that cannot be decoded")
-        order = {1: [0], 2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
-        return pixels.reshape(*pixels.shape[:2], -1)[..., order]
+        with damage("PNG of 16 bits", imagecodecs.PngError):
+            pixels = imagecodecs.png_decode(self._file.read())
+        # A single transparent color becomes a band of transparency, which is not read.
+        return pixels.reshape(*pixels.shape[:2], -1)[..., : self.bands]
 
     def close(self) -> None:
         """Close the file."""

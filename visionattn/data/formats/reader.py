@@ -5,6 +5,7 @@ This module is independent of formats. A format is a subclass of ``Reader`` and 
 """
 
 import importlib.util
+import os
 import struct
 import zlib
 from abc import abstractmethod
@@ -64,6 +65,12 @@ BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 """Unexpected exceptions of libraries for malformed files, in addition to ``DAMAGED_IMAGE``."""
 
 
+def path_of(file: object) -> str:
+    """Return the path of an open file; an empty text if it has none."""
+    name = getattr(file, "name", "")
+    return name if isinstance(name, str) and os.path.isfile(name) else ""
+
+
 def one_line(error: BaseException) -> str:
     """Return the text of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
@@ -116,12 +123,11 @@ class Georeference:
         transform = self.transform
         if transform is not None:
             transform = transform @ transform.scale(width, height)
-        gcps = []
-        for point in self.gcps:
-            values = point.asdict()
-            values |= {"row": point.row / height, "col": point.col / width}
-            gcps.append(GroundControlPoint(**values))
-        return Georeference(self.crs, transform, tuple(gcps))
+        points = [
+            point.asdict() | {"row": point.row / height, "col": point.col / width}
+            for point in self.gcps
+        ]
+        return Georeference(self.crs, transform, tuple(GroundControlPoint(**x) for x in points))
 
 
 class Turn(NamedTuple):

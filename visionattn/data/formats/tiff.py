@@ -26,6 +26,7 @@ from visionattn.data.formats.reader import (
     choose_level,
     damage,
     lengths,
+    path_of,
     require,
 )
 from visionattn.data.formats.tiff_pages import (
@@ -58,10 +59,9 @@ def open_reader(file: BinaryIO, page: int | None) -> Reader:
     """Open a TIFF with the suitable reader: tifffile, rasterio or Pillow."""
     with damage_of_tiff():
         image = TiffImage(file, page)
-        name = getattr(file, "name", None)
-        in_file = isinstance(name, str) and os.path.isfile(name)
-        holes = image.of_gdal or (in_file and os.path.isfile(f"{name}.msk"))
-        placed = in_file and GEO_KEYS in image.page.tags
+        path = path_of(file)
+        holes = image.of_gdal or (path and os.path.isfile(f"{path}.msk"))
+        placed = path and GEO_KEYS in image.page.tags
         placed = placed and importlib.util.find_spec("rasterio") is not None
         known = image.plain or image.page.photometric == PALETTE
         if known and (holes or (placed and image.pages == 1)):

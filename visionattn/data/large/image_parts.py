@@ -31,7 +31,7 @@ from visionattn.data.formats import (
 )
 from visionattn.data.formats.arrays import ArrayImage, with_axes
 from visionattn.data.formats.pillow import PillowImage
-from visionattn.data.formats.reader import Closing, one_line, pick
+from visionattn.data.formats.reader import Closing, one_line, path_of, pick
 from visionattn.data.formats.value_meaning import join
 from visionattn.data.geometry import Box
 from visionattn.data.sources import KNOWN_BYTES, ends_of
@@ -70,9 +70,9 @@ class ImageSource(Closing):
         name: str,
         level: int,
         options: ReadOptions | None,
-        path: str | None = None,
+        path: str,
     ):
-        """Store an open reader, whose level is already set, and the path of its file."""
+        """Store an open reader, whose level is already set, and the path of its file, if any."""
         self._reader, self._options, self._path = reader, options, path
         self._bands = None if options is None else bands_of(reader, options)
         self.name, self.level = name, level
@@ -205,7 +205,7 @@ class ImageSource(Closing):
         found = {"name": os.path.basename(self.name), "height": self.height, "width": self.width}
         found |= {"level": self.level, "bands": self._bands, "dtype": self.dtype.str}
         found |= {"page": None if self._options is None else self._options.page}
-        if self._path is not None and os.path.isfile(self._path):
+        if os.path.isfile(self._path):
             with open(self._path, "rb") as file:
                 known = ends_of(file, KNOWN_BYTES)
             size = os.path.getsize(self._path)
@@ -250,12 +250,13 @@ def open_source(
             line with its name.
     """
     with ExitStack() as failed:
-        name = name or _path_of(image) or f"the {'array' if hasattr(image, 'shape') else 'image'}"
+        path = os.fspath(image) if isinstance(image, (str, os.PathLike)) else path_of(image)
+        name = name or path or f"the {'array' if hasattr(image, 'shape') else 'image'}"
         try:
             reader = _open(image, options or ReadOptions())
             failed.callback(reader.close)
             reader.take_level(level or 0)
-            source = ImageSource(reader, name, level or 0, options, _path_of(image))
+            source = ImageSource(reader, name, level or 0, options, path)
         except DAMAGED_IMAGE as error:
             raise _renamed(name, error) from error
         failed.pop_all()
@@ -265,14 +266,6 @@ def open_source(
             how = f"is stored in parts of {source._piece_rows:,} rows, which are"
         warnings.warn(f"{name} {how} kept, {source.held_bytes:,} bytes", stacklevel=2)
     return source
-
-
-def _path_of(image: object) -> str | None:
-    """Return the path of a file, possibly open; None if there is none."""
-    if isinstance(image, (str, os.PathLike)):
-        return os.fspath(image)
-    name = getattr(image, "name", None)
-    return name if hasattr(image, "read") and isinstance(name, str) else None
 
 
 def _open(image: Any, options: ReadOptions) -> Reader:

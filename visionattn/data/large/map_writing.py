@@ -10,8 +10,8 @@ import math
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -274,23 +274,15 @@ class TiffSink(NpySink):
         with rasterio.Env(GDAL_CACHEMAX=DRIVER_BYTES), warnings.catch_warnings():
             warnings.simplefilter("ignore", NotGeoreferencedWarning)
             try:
-                with rasterio.open(target, "w", **profile) as file:
-                    for band, top, part in self._parts():
-                        window = Window(0, top, width, len(part))
+                with self._place.open() as stored, rasterio.open(target, "w", **profile) as file:
+                    stored.seek(len(self._head()))
+                    for band, top in product(range(1, bands + 1), range(0, height, TILE_PX)):
+                        rows = min(TILE_PX, height - top)
+                        part = np.fromfile(stored, self.dtype, rows * width).reshape(rows, width)
+                        window = Window(0, top, width, rows)
                         file.write(part.astype(np.float32) if half else part, band, window=window)
             except RasterioError as error:
                 raise OSError(f"{self.path} cannot be written: {error}") from error
-
-    def _parts(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the ``.npy`` by rows of tiles: band number from 1, first row, values."""
-        bands, height, width = self._shape
-        with self._place.open() as file:
-            file.seek(len(self._head()))
-            for band in range(1, bands + 1):
-                for top in range(0, height, TILE_PX):
-                    rows = min(TILE_PX, height - top)
-                    part = np.fromfile(file, self.dtype, rows * width)
-                    yield band, top, part.reshape(rows, width)
 
 
 def shards_of(shape: Shape, itemsize: int) -> tuple[Shape, Shape]:
