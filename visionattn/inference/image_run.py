@@ -149,9 +149,9 @@ def over_tiles_of(
         ValueError: tiles are not whole patches, or no image would be larger than a tile; one line.
     """
     from visionattn.models.large.tiled_inference import (
+        TiledPass,
         cell_of,
         check_tiles,
-        over_tiles,
         usual_overlap,
     )
 
@@ -171,15 +171,8 @@ def over_tiles_of(
             "expected tiles smaller than the images, which are resized to at most "
             f"{pixels(seen)}, got {tile} pixels; use smaller tiles or --img-size native"
         )
-    found = over_tiles(
-        compute if convert is None else call,
-        tile=tile,
-        overlap=overlap,
-        patch_px=patch_px,
-        combine=combine,
-        batch_size=options.batch_size or 1,
-        convert=convert,
-    )
+    plain, count = compute if convert is None else call, options.batch_size or 1
+    found = TiledPass(plain, tile, overlap, patch_px, combine, count, convert)
     how = {"mean": "the mean of their outputs", "max": "the maximum of their outputs"}[combine]
     how = "maps are blended" if blended else how
     return found, f"images are cut into tiles of {tile} px with an overlap of {overlap} px: {how}"
