@@ -32,9 +32,10 @@ from visionattn.inference.generate_options import (
     check_output,
 )
 from visionattn.inference.image_generation import Batch, Generated, Generation, open_decoder
-from visionattn.inference.image_listing import digest_of, find_images
+from visionattn.inference.image_listing import find_images
 from visionattn.inference.picture_folder import write_summary
 from visionattn.inference.result_files import write_array, write_table
+from visionattn.models.weights import digest_of
 
 FIELDS = ("file", "image", "completion", "path", "class", "given_rows", "bits_per_dim")
 FIELDS += ("given_bits_per_dim",)
