@@ -90,7 +90,7 @@ def predict(argv: Words, say: Say) -> None:
     """Predict the class of each image, or of each pixel for a segmentation model."""
     from visionattn.inference.banded_inference import MapOfImage, is_map
     from visionattn.inference.inference_options import PredictOptions, parse_options
-    from visionattn.inference.predict import Predictor
+    from visionattn.inference.predict import predict
     from visionattn.inference.segment import MaskPredictor, gives_masks
 
     example = "--checkpoint checkpoints/digits/best.safetensors --images docs/figures"
@@ -98,7 +98,7 @@ def predict(argv: Words, say: Say) -> None:
     about = dict(command="predict", description=what, example=example)
     options = parse_options(PredictOptions, argv, **about)
     if not gives_masks(options):
-        Predictor(options).run(say)
+        predict(options, say)
     elif is_map(options.output, features=options.saved == ["probabilities"]):
         MapOfImage(options).run(say)
     else:

@@ -61,25 +61,6 @@ class ListedFiles(Files):
         return digest_of((path, *_state_of(path)) for path in self.paths)
 
 
-class PartOf:
-    """Consecutive images of a listing. The digest is the digest of the whole listing."""
-
-    def __init__(self, listing: Listing, numbers: range):
-        self.listing, self.numbers = listing, numbers
-        self.digest = listing.digest
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def open(self, index: int):
-        """Open an image of the part."""
-        return self.listing.open(self.numbers[index])
-
-    def name(self, index: int) -> str:
-        """Return its path."""
-        return self.listing.name(self.numbers[index])
-
-
 class HeldImages:
     """Pictures, or bytes of files, in memory; named by index, ``image 0``."""
 
