@@ -90,7 +90,7 @@ def predict(argv: Words, say: Say) -> None:
     """Predict the class of each image, or of each pixel for a segmentation model."""
     from visionattn.inference.banded_inference import MapOfImage, is_map
     from visionattn.inference.inference_options import PredictOptions, parse_options
-    from visionattn.inference.predict import Predictor
+    from visionattn.inference.predict import predict
     from visionattn.inference.segment import MaskPredictor, gives_masks
 
     example = "--checkpoint checkpoints/digits/best.safetensors --images docs/figures"
@@ -98,7 +98,7 @@ def predict(argv: Words, say: Say) -> None:
     about = dict(command="predict", description=what, example=example)
     options = parse_options(PredictOptions, argv, **about)
     if not gives_masks(options):
-        Predictor(options).run(say)
+        predict(options, say)
     elif is_map(options.output, features=options.saved == ["probabilities"]):
         MapOfImage(options).run(say)
     else:
@@ -134,19 +134,19 @@ def features(argv: Words, say: Say) -> None:
 
 def look(argv: Words, say: Say) -> None:
     """Draw the attribution map of a class over each image."""
-    from visionattn.inference.attribution_folder import Looking
+    from visionattn.inference.attribution_folder import look
     from visionattn.inference.look_options import parse_look
     from visionattn.lab.report.templates import look_page
 
-    Looking(parse_look(argv)).run(say, look_page)
+    look(parse_look(argv), say, look_page)
 
 
 def generate(argv: Words, say: Say) -> None:
     """Generate images with a pixel decoder, or complete the lower part of image files."""
     from visionattn.inference.generate_options import parse_generate
-    from visionattn.inference.generated_files import Generating
+    from visionattn.inference.generated_files import write_generated
 
-    Generating(parse_generate(argv)).run(say)
+    write_generated(parse_generate(argv), say)
 
 
 def share(argv: Words, say: Say) -> None:

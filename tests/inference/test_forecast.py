@@ -43,12 +43,15 @@ def given(tmp_path, sizes, **options):
     return opened, ReadImages(find_images([str(folder)]), opened.spec, opened.geometry)
 
 
-def told(opened, images, batch_size=4, **options):
-    return outlook(Banding(opened, images, pooled), batch_size, **options)
+def told(opened, images, batch_size=4, start=0, **options):
+    """The batch size, and what is said."""
+    lines, numbers = [], range(start, len(images))
+    banding = Banding(opened, images, pooled)
+    return outlook(banding, numbers, batch_size, lines.append, **options), lines
 
 
 def bytes_of(opened, images, size):
-    memory = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
+    memory = memory_of(opened, pooled, InferenceOptions(workers=0))
     return memory.bytes_of((images, *size))
 
 
@@ -62,23 +65,23 @@ def test_a_line_says_sizes_patches_memory_and_the_seconds_of_all_that_is_left(
         r"[MG]iB estimated, [\d.]+ [MG]iB available; "
         r"estimated time: [\d.]+ m?s per image, [\d.]+ m?s in total"
     )
-    assert re.fullmatch(pattern, told(opened, images).lines[0])
+    assert re.fullmatch(pattern, told(opened, images)[1][0])
     tried = []
 
-    def forward_seconds(passes, shape, patch_px, clock):
+    def forward_seconds(passes, shape, patch_px):
         tried.append(shape)
         return math.prod(shape[1:]) / 1000  # a millisecond per pixel
 
     monkeypatch.setattr(Passes, "forward_seconds", forward_seconds)
     for start in (0, 1):
         left, count = sum(map(math.prod, sizes[start:])) / 1000, 4 - start
-        line = told(opened, images, start=start).lines[0]
+        line = told(opened, images, start=start)[1][0]
         assert line.endswith(f" {left / count:.1f} s per image, {left:.1f} s in total")
         assert tried.pop() == (count, 48, 64)
     monkeypatch.setattr(Passes, "forward_seconds", lambda *given: None)
-    assert told(opened, images).lines[0].endswith(" available")
+    assert told(opened, images)[1][0].endswith(" available")
     monkeypatch.setattr(inference_estimate, "FEW_PIXELS", 10_000)  # short runs have no line
-    assert told(opened, images).lines == ()
+    assert told(opened, images) == (4, [])
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_the_size_that_does(tmp_path, alone, there):
@@ -88,18 +91,18 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_size_that_does(tmp_path, 
         told(opened, images, batch_size=500)
     fit = int(re.search(r"--batch-size (\d+) would fit", str(refused.value))[1])
     assert 1 <= fit < 12 and bytes_of(opened, fit, (64, 64)) <= cost.memory_there_is(None)
-    assert told(opened, images, batch_size=fit).batch_size == fit
+    assert told(opened, images, batch_size=fit)[0] == fit
 
 
 def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, there):
     opened, images = given(tmp_path, [(32, 32), (64, 96), (48, 32)] * 4, fit="native")
     there(int(bytes_of(opened, 7, (64, 96)) / SHARE) + 1)
-    found = told(opened, images, batch_size="auto")
-    assert found.batch_size == 4  # of 7, a power of two
-    assert found.lines[0] == "batch_size auto: 4 images fit (64 x 96 pixels)"
-    assert told(opened, images, "auto", trial=False).batch_size == 4
+    found, lines = told(opened, images, batch_size="auto")
+    assert found == 4  # of 7, a power of two
+    assert lines[0] == "batch_size auto: 4 images fit (64 x 96 pixels)"
+    assert told(opened, images, "auto", trial=False)[0] == 4
     there(1 << 50)
-    assert told(opened, images, batch_size="auto").batch_size == 8  # of 12 images
+    assert told(opened, images, batch_size="auto")[0] == 8  # of 12 images
     there(None)
     with pytest.raises(ValueError, match="pass a number"):
         told(opened, images, batch_size="auto")
@@ -108,10 +111,10 @@ def test_auto_takes_the_most_of_the_largest_images_that_fit(tmp_path, alone, the
 def test_sizes_are_sampled_from_a_few_files_and_damaged_files_are_skipped(tmp_path, monkeypatch):
     opened, images = given(tmp_path, [(16 * n, 32) for n in range(1, 10)], fit="native")
     (tmp_path / "images" / "2.png").write_bytes(b"damaged")
-    rows = sizes_seen(opened, images, 0, lambda: 0.0)[:, 0]
+    rows = sizes_seen(opened, images, range(9))[:, 0]
     assert rows.tolist() == [16 * n for n in (1, 2, 4, 5, 6, 7, 8, 9)]
     monkeypatch.setattr(inference_estimate, "HEADS", 3)
-    assert sizes_seen(opened, images, 1, lambda: 0.0)[:, 0].tolist() == [32, 80, 128]
+    assert sizes_seen(opened, images, range(1, 9))[:, 0].tolist() == [32, 80, 128]
     for path in (tmp_path / "images").iterdir():
         path.write_bytes(b"damaged")
-    assert told(opened, images, batch_size="auto") == inference_estimate.Outlook(1)
+    assert told(opened, images, batch_size="auto") == (1, [])

@@ -15,7 +15,6 @@ import visionattn
 from tests.helpers.inference_files import write_decoder
 from tests.helpers.tools import assert_one_error, read_csv, written
 from visionattn.command import run
-from visionattn.inference import value_sampling
 from visionattn.inference.value_sampling import choose
 from visionattn.models.pixel_decoder import PixelDecoder
 from visionattn.models.weights import DataSpec, load_model
@@ -221,9 +220,8 @@ def by_the_parallel_form(model, count, labels, seed, temperature):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_recurrence_generates_what_the_parallel_form_generates(kind, monkeypatch):
+def test_the_recurrence_generates_what_the_parallel_form_generates(kind):
     model = make(kind)
-    monkeypatch.setattr(value_sampling, "BLOCK", 8)  # random numbers are drawn in several blocks
     labels = torch.arange(4) % 3 if model.conditioned else None
     wanted = by_the_parallel_form(model, 4, labels, 11, temperature=0.7)
     found = visionattn.generate(model, 4, seed=11, temperature=0.7)

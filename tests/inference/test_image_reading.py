@@ -89,8 +89,8 @@ def test_what_cannot_be_read_is_a_sample_with_a_reason(tmp_path):
 
 
 def outcomes_of(opened, images, compute, batch_size=1, dtype=torch.float32, workers=0):
-    options = InferenceOptions(workers=workers)
-    batches = ImageRun(options, opened, images, compute).batches(batch_size, dtype)
+    options = InferenceOptions(workers=workers, batch_size=batch_size)
+    batches = ImageRun(options, opened, images, compute).batches(dtype)
     return [outcome for batch in batches for outcome in batch]
 
 

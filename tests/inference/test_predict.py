@@ -99,6 +99,7 @@ def test_json_has_the_same_rows_and_images_that_cannot_be_read_say_why(case, cap
         said = capsys.readouterr().out
         assert "4 of 6 images have classes" in said
         assert re.search(r"^  images/2.png: .*unknown image format", said, re.M)
+        assert re.search(r"^  images/gone.png: .*No such file", said, re.M)
     rows = read_csv("out.csv")
     assert [row["status"] for row in rows] == ["ok", "ok", "unreadable", "ok", "ok", "unreadable"]
     assert "unknown image format" in rows[2]["reason"] and "No such file" in rows[5]["reason"]

@@ -10,7 +10,7 @@ from torch import nn
 
 import visionattn  # noqa: F401  registers models
 from tests.helpers.tiled import Array, Rows
-from visionattn.models.large.tiled_inference import forward_tiles, over_tiles, usual_overlap
+from visionattn.models.large.tiled_inference import TiledPass, forward_tiles, usual_overlap
 from visionattn.models.patches import call
 from visionattn.models.segmentation import Segmenter
 
@@ -225,7 +225,7 @@ def test_a_computation_of_batches_over_tiles_is_that_of_each_image():
     model = timm.create_model("scaleformer_vit_t", **SMALL).eval()
     images = torch.randn(2, 3, 96, 64)
     how = dict(tile=48, overlap=16, combine="max")
-    compute = over_tiles(call, patch_px=(16, 16), batch_size=2, **how)
+    compute = TiledPass(call, patch_px=(16, 16), batch_size=2, **how)
     with torch.inference_mode():
         wanted = forward_tiles(model, images, batch_size=2, **how)
         assert torch.equal(compute(model, images, None), wanted) and len(wanted) == 2
@@ -241,7 +241,7 @@ def test_numbers_that_are_not_finite_stay_so_and_masks_say_it():
     mask = forward_tiles(model, image, tile=16, overlap=8, want="masks")[0]
     assert mask[20, 30] == 255 and (mask == 255).sum() == 1
     for combine in ("mean", "max"):
-        compute = over_tiles(
+        compute = TiledPass(
             lambda m, x, sizes: x.mean((2, 3)), tile=16, overlap=8, patch_px=(1, 1), combine=combine
         )
         assert compute(model, image, None)[0].isnan().tolist() == [True, False, False]

@@ -98,20 +98,16 @@ def _left_in(group: Path, limit: str, usage: str, file_cache: str) -> int | None
     return max(0, int(most) - used + (int(kept.group(1)) if kept else 0))
 
 
-def largest_fit(fits: Callable[[int], bool], start: int = 16, most: int | None = None) -> int:
+def largest_fit(fits: Callable[[int], bool]) -> int:
     """Return the largest integer from 1 on that ``fits``; 0 if none does.
 
     Args:
         fits: true up to some number and false beyond it; called about ``2 log2(result)`` times,
             never twice for a number.
-        start: the first number to try; doubled while it fits.
-        most: the largest number to try.
     """
-    low, high = 0, start if most is None else min(start, most)
-    while high and fits(high):
-        if high == most:
-            return high
-        low, high = high, 2 * high if most is None else min(2 * high, most)
+    low, high = 0, 16
+    while fits(high):
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

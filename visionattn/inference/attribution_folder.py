@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import nn
 
 from visionattn.cli.files import printable, whole_folder, write_text
 from visionattn.cli.progress import Progress
+from visionattn.data.formats.reader import Georeference
 from visionattn.inference import attribution_pictures
 from visionattn.inference.image_attribution import ClassAttribution, ImageAttribution
 from visionattn.inference.image_listing import find_images
@@ -41,101 +43,99 @@ PageOf = Callable[[str, Sequence[dict[str, Any]]], str]
 """
 
 
-class Looking:
-    """Model and images, after all checks; nothing is written before ``run``.
+def look(options: LookOptions, say: Callable[[str], None], page: PageOf) -> None:
+    """Draw all images, write the folder, and report the result; nothing is written before all
+    options are checked.
 
     Args:
         options: result of ``parse_look``.
+        say: receives the lines of the report.
+        page: see ``PageOf``.
 
     Raises:
-        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, a file is in the way, an image cannot be
+            read, or a query lies outside of it; nothing is written.
+        OutOfMemory: an image does not fit into memory.
     """
+    folder, listing = Path(options.output or ""), find_images(options.images or [])
+    opened = open_model(options, classifies=True)
+    images = ReadImages(listing, opened.spec, opened.geometry, options.max_pixels)
+    attribution = ImageAttribution(opened, images, options)
+    images.check_asked()
+    for note in (*opened.notes, *attribution.banding.lines):
+        say(note)
+    replaces = SUMMARY if options.overwrite else None
+    parts, numbers, count = [], [], len(listing)
+    progress = Progress(count)
+    with whole_folder(folder, replaces=replaces) as place, progress:
+        attribution.banding.before = progress.stop
+        for index in range(count):
+            found, canvas = _canvas(attribution, index)
+            figures = [
+                _write(place, f"{index + 1}-", picture) for picture in _drawn(attribution, canvas)
+            ]
+            title = printable(found.path)
+            parts.append({"title": title, "lines": said(found), "figures": figures})
+            numbers.append(numbers_of(found, options.term))
+            if "boxes" in options.show and "winners" in numbers[-1]:
+                with images.opened(index) as reader:
+                    georeference = reader.georeference
+                _write_boxes(place / f"{index + 1}-boxes.geojson", numbers[-1], georeference)
+            progress.advance(1, 0)
+            progress.say(f"{title}: {said(found)[0]}", say)
+        if "tables" in options.show and (picture := _tables(opened.model)):
+            figures = [_write(place, "", picture)]
+            parts.append({"title": "The model", "lines": [], "figures": figures})
+        text = page(f"Attribution: {opened.name}", parts)
+        write_text(place / PAGE, text)
+        write_summary(place / SUMMARY, opened, options, numbers)
+    say(f"{folder / PAGE}: attribution in {count} image{'s' if count > 1 else ''}")
 
-    def __init__(self, options: LookOptions):
-        self.options, self.folder = options, Path(options.output or "")
-        self.listing = find_images(options.images or [])
-        self.opened = open_model(options, classifies=True)
-        self.images = ReadImages(
-            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
-        )
-        self.attribution = ImageAttribution(self.opened, self.images, options)
-        self.images.check_asked()
 
-    def run(self, say: Callable[[str], None], page: PageOf) -> None:
-        """Draw all images, write the folder, and report the result.
+def _canvas(
+    attribution: ImageAttribution, index: int
+) -> tuple[ClassAttribution, attribution_pictures.BackgroundImage]:
+    """Return the attribution in an image, and the image to draw it over."""
+    look, sample = attribution.look(index)
+    size = sample.height, sample.width
+    most = REDUCED_PX if look.in_bands else MOST_DRAWN_PX
+    is_larger = size[0] * size[1] > most
+    image = attribution.images.reduced(index, most if is_larger else None)
+    return look, attribution_pictures.BackgroundImage(image, size, look)
 
-        Raises:
-            ValueError: an image cannot be read, or a query lies outside of it; nothing is written.
-            OutOfMemory: an image does not fit into memory.
-        """
-        banding = self.attribution.banding
-        for note in (*self.opened.notes, *banding.lines):
-            say(note)
-        replaces = SUMMARY if self.options.overwrite else None
-        parts, numbers, count = [], [], len(self.listing)
-        progress = Progress(count)
-        with whole_folder(self.folder, replaces=replaces) as place, progress:
-            banding.before = progress.stop
-            for index in range(count):
-                look, canvas = self._canvas(index)
-                drawn = self._drawn(look, canvas)
-                figures = [_write(place, f"{index + 1}-", picture) for picture in drawn]
-                title = printable(look.path)
-                parts.append({"title": title, "lines": said(look), "figures": figures})
-                numbers.append(numbers_of(look, self.options.term))
-                if "boxes" in self.options.show and "winners" in numbers[-1]:
-                    self._write_boxes(place / f"{index + 1}-boxes.geojson", index, numbers[-1])
-                progress.advance(1, 0)
-                progress.say(f"{title}: {said(look)[0]}", say)
-            if "tables" in self.options.show and (picture := self._tables()):
-                figures = [_write(place, "", picture)]
-                parts.append({"title": "The model", "lines": [], "figures": figures})
-            text = page(f"Attribution: {self.opened.name}", parts)
-            write_text(place / PAGE, text)
-            write_summary(place / SUMMARY, self.opened, self.options, numbers)
-        say(f"{self.folder / PAGE}: attribution in {count} image{'s' if count > 1 else ''}")
 
-    def _canvas(self, index: int) -> tuple[ClassAttribution, attribution_pictures.BackgroundImage]:
-        """Return the attribution in an image, and the image to draw it over."""
-        look, sample = self.attribution.look(index)
-        size = sample.height, sample.width
-        most = REDUCED_PX if look.in_bands else MOST_DRAWN_PX
-        is_larger = size[0] * size[1] > most
-        image = self.images.reduced(index, most if is_larger else None)
-        return look, attribution_pictures.BackgroundImage(image, size, look)
+def _drawn(
+    attribution: ImageAttribution, canvas: attribution_pictures.BackgroundImage
+) -> Iterator[attribution_pictures.Picture]:
+    """Yield the requested pictures of one image, as far as they exist."""
+    look, options = canvas.look, attribution.options
+    if "winners" in options.show and look.evidence.patches is not None:
+        yield attribution_pictures.winners(canvas)
+    if "gradient" in options.show and look.evidence.gradient is not None:
+        yield attribution_pictures.gradient(canvas)
+    for row in look.rows:
+        yield attribution_pictures.row(canvas, row, options.term, options.head)
+    if look.components is not None:
+        yield attribution_pictures.features(canvas, attribution.features_block)
 
-    def _drawn(
-        self, look: ClassAttribution, canvas: attribution_pictures.BackgroundImage
-    ) -> Iterator[attribution_pictures.Picture]:
-        """Yield the requested pictures of one image, as far as they exist."""
-        show = self.options.show
-        if "winners" in show and look.evidence.patches is not None:
-            yield attribution_pictures.winners(canvas)
-        if "gradient" in show and look.evidence.gradient is not None:
-            yield attribution_pictures.gradient(canvas)
-        for row in look.rows:
-            yield attribution_pictures.row(canvas, row, self.options.term, self.options.head)
-        if look.components is not None:
-            yield attribution_pictures.features(canvas, self.attribution.features_block)
 
-    def _write_boxes(self, path: Path, index: int, numbers: dict[str, Any]) -> None:
-        """Write the winning patches of an image as GeoJSON."""
-        with self.images.opened(index) as reader:
-            place = reader.georeference
-        boxes = [
-            box_feature(each.pop("box"), numbers["class"], attribution_pictures.FOR, place, **each)
-            for each in map(dict, numbers["winners"])
-        ]
-        write_geojson(path, boxes, place)
+def _write_boxes(path: Path, numbers: dict[str, Any], place: Georeference | None) -> None:
+    """Write the winning patches of an image as GeoJSON."""
+    boxes = [
+        box_feature(each.pop("box"), numbers["class"], attribution_pictures.FOR, place, **each)
+        for each in map(dict, numbers["winners"])
+    ]
+    write_geojson(path, boxes, place)
 
-    def _tables(self) -> attribution_pictures.Picture | None:
-        """Return a picture of the model's relative tables; None if it has none."""
-        blocks = [block.attn for block in self.opened.model.blocks]
-        found = [(number, offset_weights(each)) for number, each in enumerate(blocks)]
-        found = [(number, weights) for number, weights in found if weights is not None]
-        if not found:
-            return None
-        return attribution_pictures.tables(found, any(blocks[i].relative.signed for i, _ in found))
+
+def _tables(model: nn.Module) -> attribution_pictures.Picture | None:
+    """Return a picture of the model's relative tables; None if it has none."""
+    blocks = [block.attn for block in model.blocks]
+    found = [(number, offset_weights(each)) for number, each in enumerate(blocks)]
+    found = [(number, weights) for number, weights in found if weights is not None]
+    if not found:
+        return None
+    return attribution_pictures.tables(found, any(blocks[i].relative.signed for i, _ in found))
 
 
 def said(look: ClassAttribution) -> list[str]:
@@ -203,10 +203,18 @@ def address(image: Image.Image) -> str:
 
 def numbers_of(look: ClassAttribution, term: str) -> dict[str, Any]:
     """Return the attribution as JSON types."""
-    evidence, found = look.evidence, {"path": look.path, "class": look.class_name}
-    found |= {"probability": look.probability, "logits": evidence.logits.tolist()}
-    found |= {"margin": evidence.margin, "rest": evidence.rest, "grid": look.grid}
-    found |= {"patch_px": look.patch_px, "view": look.view._asdict()}
+    evidence = look.evidence
+    found: dict[str, Any] = {
+        "path": look.path,
+        "class": look.class_name,
+        "probability": look.probability,
+        "logits": evidence.logits.tolist(),
+        "margin": evidence.margin,
+        "rest": evidence.rest,
+        "grid": look.grid,
+        "patch_px": look.patch_px,
+        "view": look.view._asdict(),
+    }
     if evidence.patches is not None:
         found["winners"] = [
             {"row": row, "column": column, "box": look.box(row, column)}
@@ -217,18 +225,20 @@ def numbers_of(look: ClassAttribution, term: str) -> dict[str, Any]:
     if evidence.channels is not None:
         for each in found["winners"]:
             each["channels"] = int(evidence.channels[each["row"], each["column"]])
-    rows: list[dict[str, Any]] = []
-    for row in look.rows:
-        weights, own = row.term(term), row._asdict()
-        own["place"] = None if row.relative is None else float(row.relative.sum())
-        own["content"] = float(row.content.sum())
-        own["highest"] = [
-            {"row": place[0], "column": place[1], "weight": float(weights[place])}
-            for place in attribution_pictures.highest(weights, LISTED)
-        ]
-        del own["relative"]
-        rows.append(own)
-    found["rows"] = rows
+    found["rows"] = [
+        {
+            "block": row.block,
+            "query": row.query,
+            "place": None if row.relative is None else float(row.relative.sum()),
+            "content": float(row.content.sum()),
+            "prefix": row.prefix,
+            "highest": [
+                {"row": place[0], "column": place[1], "weight": float(row.term(term)[place])}
+                for place in attribution_pictures.highest(row.term(term), LISTED)
+            ],
+        }
+        for row in look.rows
+    ]
     if look.shares is not None:
         found["shares"] = look.shares.tolist()
     return found

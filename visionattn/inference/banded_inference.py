@@ -10,10 +10,9 @@ import math
 import os
 import shutil
 import sys
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from visionattn.cli.memory import room_of, taken_bytes
 from visionattn.cli.tables import sized
 from visionattn.data.formats import DAMAGED_IMAGE, NotAsAsked
 from visionattn.data.geometry import pixels
-from visionattn.inference.image_batches import Outcome, finished, masks, probabilities
+from visionattn.inference.image_batches import Outcome, finished
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_reading import ReadImages, Sample, reason_of
 from visionattn.inference.inference_estimate import memory_of, sizes_read
@@ -39,7 +38,7 @@ from visionattn.inference.result_files import difference, write_array
 from visionattn.models.cost import FEW_PIXELS, Compute, ForwardMemory
 from visionattn.models.devices import autocast
 from visionattn.models.patches import call, last_map, pooled
-from visionattn.models.segmentation import IGNORED
+from visionattn.models.segmentation import IGNORED, Segmenter
 
 if TYPE_CHECKING:
     from visionattn.data.large.image_parts import ImageSource
@@ -50,15 +49,17 @@ WANTS = {
     call: "logits",
     pooled: "pooled",
     last_map: "dense",
-    masks: "masks",
-    probabilities: "probabilities",
+    Segmenter.masks: "masks",
+    Segmenter.probabilities: "probabilities",
 }
 """The ``want`` of ``forward_tiled`` for each computation over batches."""
 MAPS = ("dense", "masks", "probabilities")
 
 
-class UnreadableImage(ValueError):
-    """An image cannot be read, or not with these options; the message says which rows, or why."""
+class NoResult(ValueError):
+    """An image cannot be read, or not with these options, or its outputs are not a valid map; the
+    message says which rows, or why.
+    """
 
 
 class WorkFolder:
@@ -119,8 +120,9 @@ class WorkFolder:
 
     def check_writable(self) -> None:
         """Raise ValueError if the folder cannot be created; one line."""
-        way_out = f"it stores unfinished work for {self.output}; pass another --output"
-        check_folder(self._path, way_out)
+        check_folder(
+            self._path, f"it stores unfinished work for {self.output}; pass another --output"
+        )
 
     def __enter__(self) -> Self:
         known = self.state()
@@ -176,6 +178,7 @@ class Banding:
         compute: computes the wanted outputs.
         options: precision, number of loading processes, and the memory limit; None: defaults.
         work: stores the progress of passes; None: nothing is stored.
+        numbers: indices of the images of the run; None: all.
         held_bytes: bytes in memory that wait to be written.
         always: compute all images that the model sees at their own size this way.
 
@@ -198,14 +201,14 @@ class Banding:
         options: InferenceOptions | None = None,
         work: WorkFolder | None = None,
         *,
+        numbers: range | None = None,
         held_bytes: int = 0,
         always: bool = False,
     ):
-        options = options or InferenceOptions(workers=0)
-        self.opened, self.images, self.amp, self.work = opened, images, options.amp, work
+        self.opened, self.images, self.work = opened, images, work
+        self.options = options or InferenceOptions(workers=0)
         self.want = WANTS.get(compute)
-        self.bound_bytes = options.memory_bytes
-        self._compute, self._beside = compute, (options.workers, held_bytes)
+        self._compute, self._held_bytes = compute, held_bytes
         self.lines: tuple[str, ...] = ()
         self.reason: str | None = None
         self.share = 0.0
@@ -214,7 +217,7 @@ class Banding:
         if always:
             images.most_px = 0
         elif opened.geometry.canvas is None:
-            self._divide()
+            self._divide(range(len(images)) if numbers is None else numbers)
         if work is not None:
             work.state()
             if images.most_px is not None:
@@ -223,22 +226,13 @@ class Banding:
     @cached_property
     def memory(self) -> ForwardMemory:
         """Return the memory estimate of passes over whole images."""
-        workers, held_bytes = self._beside
-        how = dict(held_bytes=held_bytes, bound_bytes=self.bound_bytes)
-        return memory_of(self.opened, self._compute, amp=self.amp, workers=workers, **how)
+        return memory_of(self.opened, self._compute, self.options, self._held_bytes)
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Hold the work folder in the context, if there is or will be one."""
-        needed = self.work is not None and (self.lines or self.work.folder.exists())
-        with self.work if needed and self.work is not None else nullcontext():
-            yield
-
-    def _divide(self) -> None:
+    def _divide(self, numbers: range) -> None:
         """Find the number of pixels above which images do not fit, and set the messages."""
-        found = sizes_read(self.images, 0, time.perf_counter)
+        found = sizes_read(self.images, numbers)
         seen = {size: self.images.own_canvas(*size) for size in found}
-        least = FEW_PIXELS if self.bound_bytes is None else 0
+        least = FEW_PIXELS if self.options.memory_bytes is None else 0
         large = {canvas for canvas in seen.values() if canvas and math.prod(canvas) > least}
         canvases = sorted(large, key=math.prod)
         if self.want is None or not canvases or not self.memory.too_much(canvases[-1]):
@@ -255,13 +249,13 @@ class Banding:
         self.images.most_px = math.prod(canvases[fitting - 1]) if fitting else least
         banded = [size for size in found if self.images.is_banded(*size)]
         self.share = len(banded) / len(found)
-        count = len(banded) if len(found) == len(self.images) else f"about {self.share:.0%}"
+        count = len(banded) if len(found) == len(numbers) else f"about {self.share:.0%}"
         assert self.memory.there_bytes is not None
         room = room_of(self.memory.there_bytes, bounded=self.memory.bounded)
         needed = self.memory.bytes_of((1, *canvases[-1]))
         much = f" (up to {sized(needed)})" if needed is not None and needed < math.inf else ""
         self.lines = (
-            f"{count} of {len(self.images)} images, of up to {pixels(max(banded, key=math.prod))}, "
+            f"{count} of {len(numbers)} images, of up to {pixels(max(banded, key=math.prod))}, "
             f"do not fit in one pass{much}, as {room}: they run band by band, with the same "
             "results up to rounding",
         )
@@ -270,8 +264,8 @@ class Banding:
         """Return the memory that a pass may take in addition to the model; None if unknown."""
         from visionattn.models.large.band_plan import SHARE
 
-        if self.bound_bytes is not None or self.memory.there_bytes is None:
-            return self.bound_bytes
+        if self.memory.bounded or self.memory.there_bytes is None:
+            return self.options.memory_bytes
         return int(SHARE * (self.memory.there_bytes - taken_bytes(self.opened.device)))
 
     def outcome(self, index: int, sample: Sample, dtype: torch.dtype) -> Outcome:
@@ -290,7 +284,7 @@ class Banding:
         failed = Outcome(path, "oom", None, sample.height, sample.width, *canvas)
         try:
             value = self._value(index, path)
-        except UnreadableImage as error:
+        except NoResult as error:
             if self.work is not None:
                 self.work.drop(index)
             return Outcome(path, "unreadable", str(error), sample.height, sample.width)
@@ -315,12 +309,13 @@ class Banding:
             done, written = self.work.result(index), self.want in MAPS
             options = self.work.options(index, self.memory_bytes())
         if done is None or not done.exists():
-            say = partial(_say_of, self.say, path)
             with (
                 self.opened_image(index) as source,
                 open_sink(done, overwrite=True) if written else nullcontext() as sink,
             ):
-                found = self.compute(source, sink, say=say, **options)
+                found = self.compute(
+                    source, sink, say=lambda line: self.say(f"{path}: {line}"), **options
+                )
             if found is not None:
                 if done is not None:
                     write_array(done, found[0].numpy())
@@ -328,22 +323,11 @@ class Banding:
         kept = torch.from_numpy(np.load(done, mmap_mode="c"))
         return kept[0] if self.want == "masks" else kept
 
-    def evidence(self, index: int, target: int | None) -> Any:
-        """Compute the attribution of a class in an image, without the gradient: an ``Attribution``.
-
-        Raises:
-            UnreadableImage: it cannot be read.
-            ValueError: outputs are not finite, or the memory limit is below one band.
-        """
-        how = dict(want="evidence", target=target, memory=self.memory_bytes(), say=self.say)
-        with self.opened_image(index) as source:
-            return self.compute(source, **how)
-
     def opened_image(self, index: int) -> "ImageSource":
         """Open an image with the options of the run, for reading bands of it.
 
         Raises:
-            UnreadableImage: it cannot be opened.
+            NoResult: it cannot be opened.
         """
         from visionattn.data.large import open_source
 
@@ -353,7 +337,7 @@ class Banding:
             given = listing.open(index) if held is None else held
             return open_source(given, options=self.images.options, name=listing.name(index))
         except DAMAGED_IMAGE as error:
-            raise UnreadableImage(reason_of(error)) from error
+            raise NoResult(reason_of(error)) from error
 
     def compute(self, source: "ImageSource", sink: Any = None, **options: Any) -> Any:
         """Call ``forward_tiled`` for an image, prepared as the model expects.
@@ -364,28 +348,24 @@ class Banding:
             options: further options of ``forward_tiled``.
 
         Raises:
-            UnreadableImage: a band cannot be read, or its values have no known range.
+            NoResult: a band cannot be read, or its values have no known range.
         """
         from visionattn.data.large.image_parts import UnreadablePart
         from visionattn.models.large.forward_bands import forward_tiled
 
         options = {"want": self.want} | options
-        identity = {"image": source.identity(), "amp": self.amp}
+        identity = {"image": source.identity(), "amp": self.options.amp}
         try:
             prepare = source.prepare(self.opened.spec)
         except DAMAGED_IMAGE as error:
-            raise UnreadableImage(reason_of(error)) from error
+            raise NoResult(reason_of(error)) from error
         try:
-            with autocast(self.opened.device, self.amp):
+            with autocast(self.opened.device, self.options.amp):
                 return forward_tiled(
                     self.opened.model, source, sink, identity=identity, prepare=prepare, **options
                 )
         except (UnreadablePart, NotAsAsked) as error:
-            raise UnreadableImage(reason_of(error)) from error
-
-
-def _say_of(say: Callable[[str], object], path: str, line: str) -> None:
-    say(f"{path}: {line}")
+            raise NoResult(reason_of(error)) from error
 
 
 def folder_of(
@@ -438,8 +418,11 @@ class MapOfImage:
         from visionattn.models.large.forward_bands import check_tiled
 
         self.options, self.output = options, Path(options.output or "")
-        compute = probabilities if getattr(options, "save", None) == ["probabilities"] else masks
-        compute = last_map if hasattr(options, "dense") else compute
+        compute: Any = Segmenter.masks
+        if hasattr(options, "dense"):
+            compute = last_map
+        elif options.save == ["probabilities"]:
+            compute = Segmenter.probabilities
         if compute is last_map and not options.dense:
             raise ValueError(
                 f"--output {self.output} needs a feature map; add --dense, or pass a folder for "
@@ -473,7 +456,7 @@ class MapOfImage:
         if not self.finished:
             open_sink(self.output, overwrite=options.overwrite)  # raises if a file is in the way
         self.banding = Banding(self.opened, images, compute, options, self.work, always=True)
-        for size in sizes_read(images, 0, time.perf_counter):
+        for size in sizes_read(images, range(1)):
             if not images.is_banded(*size) and min(size) >= max(images.geometry.patch_px):
                 raise ValueError(
                     f"{self.path} of {pixels(size)} would be preprocessed "
@@ -501,7 +484,7 @@ class MapOfImage:
                 return
             try:
                 sink = self._write(say)
-            except (UnreadableImage, NoMap) as error:
+            except NoResult as error:
                 self._drop()
                 text = str(error)
                 raise ValueError(text if self.path in text else f"{self.path}: {text}") from error
@@ -531,10 +514,6 @@ class MapOfImage:
         shutil.rmtree(begun, ignore_errors=True) if folder else begun.unlink(missing_ok=True)
 
 
-class NoMap(ValueError):
-    """The outputs of an image are not a valid map; the message says why."""
-
-
 class _Checked:
     """A sink that accepts only finite numbers and classes."""
 
@@ -550,11 +529,11 @@ class _Checked:
         bad = ~np.isfinite(band) if band.dtype.kind == "f" else band == IGNORED
         if bad.any():
             rows = f"rows {first_row:,} to {first_row + band.shape[1]:,}"
-            raise NoMap(f"outputs are not finite in {rows}")
+            raise NoResult(f"outputs are not finite in {rows}")
         try:
             self.sink.write(first_row, band)
         except ValueError as error:  # float16 cannot hold them
-            raise NoMap(str(error)) from error
+            raise NoResult(str(error)) from error
 
     def finish(self) -> None:
         self.work.note(finishing=True)

@@ -27,15 +27,17 @@ from visionattn.inference.shards import (
     LOCK,
     PARTS,
     CollectionPart,
-    Index,
     Pending,
     Shard,
+    check_any,
     check_ours,
     delete_from,
     read_features,
+    report_failed,
     rows_of,
     shard_paths,
     whole_shards,
+    write_index,
 )
 from visionattn.inference.synthetic_sources import DigitSource, Division, Drawn
 from visionattn.models.patch_heads import PatchModel
@@ -59,11 +61,6 @@ class Collection:
     """Split for a probe of pooled features."""
     identity: dict[str, Any]
     """Settings that determine the features, as JSON types."""
-
-    @property
-    def listing(self) -> Listing:
-        """Return the listing of the images."""
-        return self.images.listing
 
 
 def collect(options: ExtractOptions) -> Collection:
@@ -155,13 +152,12 @@ class Extraction:
         self.numbers = range(len(images))
         if self.part is not None:
             self.numbers = self.part.images(len(images))
-            images = images.part(self.numbers)
         compute, held_bytes = (last_map, options.shard_mib * MIB) if options.dense else (pooled, 0)
-        how = dict(output=place, held_bytes=held_bytes)
+        how = dict(numbers=self.numbers, output=place, held_bytes=held_bytes)
         self.image_run = ImageRun(options, self.opened, images, compute, **how)
         self.kept = self._whole_shards()
         if not self.kept:
-            images.check_asked()
+            images.check_asked(self.numbers)
 
     def _check_folder(self) -> None:
         """Raise ValueError if features cannot be written, or would be mixed with other files."""
@@ -172,16 +168,10 @@ class Extraction:
         if not overwrite:
             check_ours(folder, *([] if self.options.blocks is None else [BACKBONE]))
 
-    @property
-    def done(self) -> int:
-        """Return the number of finished images."""
-        return sum(len(shard.rows) for shard in self.kept)
-
     def _whole_shards(self) -> list[Shard]:
         if self.options.overwrite:
             return []
-        names, first = self.collection.listing.name, self.numbers.start
-        return whole_shards(self.folder, self.collection.identity, names, first)
+        return whole_shards(self.folder, self.collection.identity, self.numbers.start)
 
     def run(self, say: Callable[[str], None]) -> None:
         """Write the missing features and the index, and report the result.
@@ -215,78 +205,71 @@ class Extraction:
 
     def _run(self, say: Callable[[str], None]) -> None:
         """Do the work of ``run`` in the locked folder."""
-        for note in (*self.opened.notes, *self.image_run.lines):
-            say(note)
-        if isinstance(self.collection.listing, Drawn):
-            say(self.collection.listing.describe())
-        done, total, batch_size = self.done, len(self.numbers), 1
+        done, total = sum(len(shard.rows) for shard in self.kept), len(self.numbers)
+        listing, lines = self.collection.images.listing, self.image_run.lines
+        if isinstance(listing, Drawn):
+            lines.append(listing.describe())
         if self.part is not None:
-            first, whole = self.numbers.start + 1, len(self.collection.listing)
-            say(f"part {self.part}: images {first} to {self.numbers.stop} of {whole}")
+            first, whole = self.numbers.start + 1, len(listing)
+            lines.append(f"part {self.part}: images {first} to {self.numbers.stop} of {whole}")
         if done:
-            say(f"{done} of {total} images are done; resuming after {_files(len(self.kept))}")
+            kept = _files(len(self.kept))
+            lines.append(f"{done} of {total} images are done; resuming after {kept}")
         start = time.perf_counter()
-        if done < total:
-            batch_size = self.image_run.announce(say, done)
-        if self.options.overwrite:
-            (self.folder / INDEX).unlink(missing_ok=True)
-            delete_from(self.folder, 0)
-            self.backbone.unlink(missing_ok=True)
-        if self.options.blocks is not None:
-            self._keep_model()
-        try:
-            self.image_run.banding.say = say
-            with self.image_run.banding.at_work():
-                self._write_shards(done, batch_size)
-        except KeyboardInterrupt as error:
-            again = f"the same command{' without --overwrite' * self.options.overwrite}"
-            stored = sum(1 for _ in rows_of(self.folder))
-            raise Stopped(
-                f"stopped; the features of {stored} of {total} images are in {self.folder}; to "
-                f"resume, run {again}"
-            ) from error
-        index = Index(self.folder)
-        cells = getattr(self.collection.listing, "cells", {})
-        index.write(row | cells.get(row["path"], {}) for row in rows_of(self.folder))
+        with self.image_run.begun(say, done):
+            try:
+                self._write_shards(done)
+            except KeyboardInterrupt as error:
+                again = f"the same command{' without --overwrite' * self.options.overwrite}"
+                stored = sum(1 for _ in rows_of(self.folder))
+                raise Stopped(
+                    f"stopped; the features of {stored} of {total} images are in {self.folder}; to "
+                    f"resume, run {again}"
+                ) from error
+        cells, index = getattr(listing, "cells", {}), self.folder / INDEX
+        rows = (row | cells.get(row["path"], {}) for row in rows_of(self.folder))
+        failed, _ = write_index(index, rows)
         seconds = time.perf_counter() - start
         speed = f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s"
         files = _files(len(shard_paths(self.folder)))
-        say(f"{total} images{speed if done < total else ''}: {files} and {index.path}")
-        index.report(say, all_fail=self.part is None)
+        say(f"{total} images{speed if done < total else ''}: {files} and {index}")
+        if self.part is None:
+            check_any(failed, total)
+        report_failed(failed, say)
         for text in self._probe():
             say(text)
 
     def _probe(self) -> Iterator[str]:
         """Fit and evaluate the requested probes, and yield the results as text."""
-        listing, division = self.collection.listing, self.collection.division
+        listing, division = self.collection.images.listing, self.collection.division
         if division is not None:
             yield from fit_probes(read_features(self.folder), division, self.options.neighbours)
         elif self.options.probe and isinstance(listing, Drawn):
             yield from probe_folder(self.folder, self.image_run.images, listing, self.options.seed)
 
-    def _write_shards(self, done: int, batch_size: int) -> None:
+    def _write_shards(self, done: int) -> None:
         """Write the shards from image ``done`` on, and delete later shards of an earlier, longer
         run.
         """
         options, number = self.options, len(self.kept)
+        if options.overwrite:
+            (self.folder / INDEX).unlink(missing_ok=True)
+            delete_from(self.folder, 0)
+            self.backbone.unlink(missing_ok=True)
+        if options.blocks is not None:
+            self._keep_model()
         first = self.numbers.start + done
         pending = Pending(self.folder, number, first, self.collection.identity)
         dtype = getattr(torch, options.dtype)
-        outcomes = self.image_run.outcomes(batch_size, dtype, done)
+        outcomes = self.image_run.outcomes(dtype, done)
         # A full shard is written at once, so a kill loses at most one shard.
         for batch in outcomes if done < len(self.numbers) else ():
             pending.add(batch)
             if pending.is_full(options.shard_images, options.shard_mib * MIB):
-                pending = self._written(pending)
+                pending = pending.write()
         if len(pending):
-            pending = self._written(pending)
+            pending = pending.write()
         delete_from(self.folder, pending.number)
-
-    def _written(self, pending: Pending) -> Pending:
-        """Write a shard, and return the next one."""
-        pending.write()
-        following = pending.first + len(pending)
-        return Pending(self.folder, pending.number + 1, following, self.collection.identity)
 
 
 def _files(count: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from visionattn.cli.files import first_line
-from visionattn.cli.untrusted import brief, read_yaml
+from visionattn.cli.untrusted import brief, read_yaml, refuse
 from visionattn.data.data_config import DataConfig
 from visionattn.data.option_ranges import check_least
 from visionattn.inference.inference_options import DenseOptions, parse_options
@@ -204,7 +204,7 @@ def _check_parts(options: ExtractOptions) -> None:
     ray = options.engine == "ray"
     if options.shard is not None:
         CollectionPart.parse(options.shard)
-    for wrong, text in (
+    refuse(
         (
             ray and options.shard is not None,
             "engine ray divides the images itself; remove shard",
@@ -222,9 +222,7 @@ def _check_parts(options: ExtractOptions) -> None:
             ray and options.overwrite,
             "engine ray does not overwrite; pass a new --output",
         ),
-    ):
-        if wrong:
-            raise ValueError(text)
+    )
     if ray:
         check_address(options.address)
 

@@ -29,7 +29,7 @@ from visionattn.models.attribution import (
     watch,
 )
 from visionattn.models.patch_heads import PatchClassifier
-from visionattn.models.patches import call
+from visionattn.models.patches import call, grid_of
 from visionattn.models.weights import DataSpec
 
 Place = tuple[int, int]
@@ -263,15 +263,20 @@ class ImageAttribution:
                 "winners works, for models that pool by maximum or mean; pass a smaller "
                 "--img-size"
             )
-        evidence = self.banding.evidence(index, self.target)
+        banding = self.banding
+        how = dict(target=self.target, memory=banding.memory_bytes(), say=banding.say)
+        with banding.opened_image(index) as source:
+            evidence = banding.compute(source, want="evidence", **how)
         return self._look(sample, path, evidence, present=None, in_bands=True)
 
     def _find(self, sample: Sample, path: str) -> ClassAttribution:
         model, show, sizes, present = self.model, self.options.show, None, None
+        prefix = model.num_prefix_tokens
         inputs = self.opened.spec.prepare(sample.pixels[None].to(self.opened.device))
         if sample.present != tuple(inputs.shape[2:]):
             sizes = torch.tensor([sample.present], device=inputs.device)
-            present = model.present_patches(inputs, sizes)[0].cpu()
+            grid = grid_of(inputs.shape[2:], model.patch_embed.patch_size)
+            present = model.present_patches(inputs, sizes)[0].cpu().unflatten(0, tuple(grid))
         evidence = find_attribution(
             model,
             inputs,
@@ -279,10 +284,7 @@ class ImageAttribution:
             target=self.target,
             gradient="gradient" in show or not divides(model),
         )
-        look = self._look(sample, path, evidence, present=None)
-        if present is not None:
-            look = replace(look, present=present.unflatten(0, tuple(look.grid)))
-        prefix = model.num_prefix_tokens
+        look = self._look(sample, path, evidence, present=present)
         tokens: dict[Place | None, int] = {}
         for query in self.queries if "rows" in show else ():
             place = None if query == CLASS else look.top if query == TOP else look.patch_at(*query)

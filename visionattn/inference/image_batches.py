@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from visionattn.cli.exit_codes import OutOfMemory, is_out_of_memory
@@ -21,9 +21,10 @@ from visionattn.inference.model_opening import Opened
 from visionattn.models.cost import Compute
 from visionattn.models.devices import autocast
 from visionattn.models.patches import takes_sizes
-from visionattn.models.segmentation import Segmenter
 
 Status = Literal["ok", "unreadable", "oom", "nan"]
+FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
+"""Columns of an outcome in tables."""
 LISTED = 10
 """Maximum number of images without an output that a command lists."""
 
@@ -46,30 +47,22 @@ class Outcome:
     value: Tensor | None = None
     """The output, on the CPU."""
 
+    def row(self) -> dict[str, Any]:
+        """Return the ``FIELDS`` of a row in a table."""
+        return {name: getattr(self, name) for name in FIELDS}
+
     def error(self, text: str) -> Exception:
         """Return an error with the reason for a missing output: ``OutOfMemory`` for ``oom``."""
         kind = OutOfMemory if self.status == "oom" else ValueError
         return kind(f"{text}{self.path}: {self.reason}")
 
 
-def say_failed(failed: Sequence[Outcome], count: int, say: Callable[[str], None]) -> None:
-    """Report images without an output and the reasons: the first ``LISTED`` of ``count``."""
+def say_failed(failed: Sequence[Outcome], say: Callable[[str], None]) -> None:
+    """Report images without an output and the reasons; of many, the first ``LISTED``."""
     for outcome in failed[:LISTED]:
         say(printable(f"  {outcome.path}: {outcome.reason}"))
-    if count > LISTED:
-        say(f"  and {count - LISTED} more")
-
-
-def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the class of each pixel, uint8 ``[B, H, W]``, for inputs ``[B, C, H, W]``."""
-    assert isinstance(model, Segmenter)
-    return model.masks(inputs, sizes)
-
-
-def probabilities(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the probabilities of the classes of each pixel, float16 ``[B, classes, H, W]``."""
-    assert isinstance(model, Segmenter)
-    return model.probabilities(inputs, sizes)
+    if len(failed) > LISTED:
+        say(f"  and {len(failed) - LISTED} more")
 
 
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
@@ -92,10 +85,9 @@ def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[S
 
 
 def read_ahead(
-    images: ReadImages, start: int, *, batch_size: int, workers: int
+    images: ReadImages, numbers: range, *, batch_size: int, workers: int
 ) -> Iterator[Sample]:
-    """Yield samples from index ``start`` on, in order, read by processes a bounded number of images
-    ahead.
+    """Yield samples by index, in order, read by processes a bounded number of images ahead.
 
     They read two batches ahead at one size, else one image per process.
 
@@ -108,9 +100,8 @@ def read_ahead(
     yield from DataLoader(
         images,
         batch_size=None,
-        sampler=range(start, len(images)),
+        sampler=numbers,
         num_workers=workers,
-        collate_fn=_as_it_is,
         worker_init_fn=start_worker,
         prefetch_factor=ahead if workers else None,
         generator=torch.Generator(),  # leaves torch's own generator unchanged
@@ -120,10 +111,6 @@ def read_ahead(
 def is_of_a_dead_worker(error: BaseException) -> bool:
     """Return whether torch's signal handler raised the error, which can happen anywhere."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-
-
-def _as_it_is(sample: Sample) -> Sample:
-    return sample
 
 
 def run_batch(

@@ -4,10 +4,9 @@ This module defines the order of the images, and the accepted types and shapes o
 listing is a ``Source`` with a length. It opens no image.
 """
 
-import hashlib
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from visionattn.data.folder_walk import TEXTS, LeftOut, images_below, suffix_of
 from visionattn.data.formats import Source, check_file, extensions, is_folder_format
 from visionattn.data.sources import Files
+from visionattn.models.weights import digest_of
 
 Picture = Image.Image | np.ndarray | Tensor
 Images = str | Path | Picture | Sequence[str | Path] | Sequence[Picture]
@@ -34,7 +34,6 @@ class Listing(Source, Protocol):
 
     def digest(self) -> str:
         """Return a text that differs for different images."""
-        ...
 
 
 class ListedFiles(Files):
@@ -62,25 +61,6 @@ class ListedFiles(Files):
         return digest_of((path, *_state_of(path)) for path in self.paths)
 
 
-class PartOf:
-    """Consecutive images of a listing. The digest is the digest of the whole listing."""
-
-    def __init__(self, listing: Listing, numbers: range):
-        self.listing, self.numbers = listing, numbers
-        self.digest = listing.digest
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def open(self, index: int):
-        """Open an image of the part."""
-        return self.listing.open(self.numbers[index])
-
-    def name(self, index: int) -> str:
-        """Return its path."""
-        return self.listing.name(self.numbers[index])
-
-
 class HeldImages:
     """Pictures, or bytes of files, in memory; named by index, ``image 0``."""
 
@@ -93,16 +73,7 @@ class HeldImages:
 
     def open(self, index: int) -> BinaryIO:
         """Return the picture as an uncompressed file in memory, so that it is read like a file."""
-        picture = self.pictures[index]
-        if isinstance(picture, bytes):
-            return io.BytesIO(picture)
-        stream = io.BytesIO()
-        if isinstance(picture, np.ndarray):
-            np.save(stream, picture)
-        else:
-            picture.save(stream, "tiff", compression="raw")
-        stream.seek(0)
-        return stream
+        return as_file(self.pictures[index])
 
     def array(self, index: int) -> np.ndarray | None:
         """Return the picture as the array that reading it gives; None if its file holds more."""
@@ -153,6 +124,17 @@ def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarra
     if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4)):
         return Image.fromarray(array)
     return array
+
+
+def as_file(picture: Image.Image | np.ndarray | bytes) -> BinaryIO:
+    """Return a picture of ``as_held`` as an uncompressed file in memory."""
+    stream = io.BytesIO(picture if isinstance(picture, bytes) else b"")
+    if isinstance(picture, np.ndarray):
+        np.save(stream, picture)
+    elif isinstance(picture, Image.Image):
+        picture.save(stream, "tiff", compression="raw")
+    stream.seek(0)
+    return stream
 
 
 def listing_of(images: Images) -> ListedFiles | HeldImages:
@@ -264,11 +246,3 @@ def _state_of(path: str) -> tuple[int, ...]:
     except OSError:
         return ()
     return state.st_size, state.st_mtime_ns
-
-
-def digest_of(parts: Iterable[object]) -> str:
-    """Return the SHA-256 of parts: bytes unchanged, and the ``repr`` of other objects."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else repr(part).encode() + b"\n")
-    return digest.hexdigest()

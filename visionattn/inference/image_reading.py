@@ -6,7 +6,6 @@ An unreadable image becomes a sample with a reason.
 import math
 import warnings
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, replace
 
 import cv2
@@ -28,7 +27,7 @@ from visionattn.data.formats import (
 from visionattn.data.formats.reader import Reader
 from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
 from visionattn.data.images import REFUSED, fill
-from visionattn.inference.image_listing import Listing, PartOf
+from visionattn.inference.image_listing import Listing
 from visionattn.models.weights import DataSpec
 
 UNREADABLE = (*DAMAGED_IMAGE, MemoryError, cv2.error)
@@ -97,12 +96,6 @@ class ReadImages(Dataset):
 
     def __len__(self) -> int:
         return len(self.listing)
-
-    def part(self, numbers: range) -> "ReadImages":
-        """Return the same reader for some of the images, indexed from 0."""
-        other = copy(self)
-        other.listing, other._checked = PartOf(self.listing, numbers), {}
-        return other
 
     def __getitem__(self, index: int) -> Sample:
         return self._checked.pop(index, None) or self._read(index)
@@ -174,22 +167,26 @@ class ReadImages(Dataset):
         except UNREADABLE as error:
             raise ValueError(f"{self.listing.name(index)}: {reason_of(error)}") from error
 
-    def check_asked(self) -> None:
+    def check_asked(self, numbers: range | None = None) -> None:
         """Read images up to the first that is not refused, usually the very first, so that a run
         does not start with options that suit no image.
 
         That image is kept for its later use, so that a large image is not read twice.
 
+        Args:
+            numbers: indices of the images; None: all.
+
         Raises:
             ValueError: all are refused; one line with the first.
         """
-        first, count = None, len(self)
-        for index in range(count):
+        first, numbers = None, range(len(self)) if numbers is None else numbers
+        for index in numbers:
             sample = self._read(index)
             if not sample.refused:
                 self._checked = {index: sample}
                 return
             first = first or f"{self.listing.name(index)}: {sample.reason}"
+        count = len(numbers)
         those = f"none of the {count} images is readable; first: " if count > 1 else ""
         raise ValueError(f"{those}{first}")
 

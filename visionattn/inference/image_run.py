@@ -4,6 +4,7 @@ This module combines batches, tiles and bands; images in tiles still have to fit
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ class ImageRun:
         compute: computes the wanted outputs.
         convert: turns logits of pixels into the values that ``compute`` returns; None: it returns
             no values of pixels.
+        numbers: indices of the images to run; None: all.
         output: images computed band by band store their progress in a folder next to it; None:
             nowhere.
         held_bytes: bytes in memory that wait to be written.
@@ -50,7 +52,7 @@ class ImageRun:
     Attributes:
         compute: ``compute``, or its combination over tiles.
         banding: the images computed band by band.
-        lines: messages about tiles.
+        lines: messages at the beginning.
 
     Raises:
         ValueError: tiles are wrong, or the folder holds other work; one line.
@@ -64,35 +66,35 @@ class ImageRun:
         compute: Compute,
         *,
         convert: Callable[[Tensor], Tensor] | None = None,
+        numbers: range | None = None,
         output: Path | None = None,
         held_bytes: int = 0,
     ):
         self.options, self.opened, self.images = options, opened, images
         usual = NATIVE_BATCH if opened.geometry.canvas is None else SIZED_BATCH
-        self.compute, self.lines = compute, tuple[str, ...]()
+        self.compute, self.lines = compute, [*opened.notes]
         self.batch_size = options.batch_size or usual
+        self.numbers = range(len(images)) if numbers is None else numbers
         if options.tiles is not None:
             self.compute, line = over_tiles_of(options, opened, compute, convert)
-            self.batch_size, self.lines = 1, (line,)
+            self.batch_size = 1
+            self.lines.append(line)
         work = None if output is None else folder_of(opened, images, options, output)
-        self.banding = Banding(opened, images, self.compute, options, work, held_bytes=held_bytes)
+        known = dict(numbers=self.numbers, held_bytes=held_bytes)
+        self.banding = Banding(opened, images, self.compute, options, work, **known)
 
-    def announce(self, say: Callable[[str], object], start: int = 0, *, trial: bool = True) -> int:
-        """Report the cost of the images from ``start`` on; return the batch size.
+    def announce(self, say: Callable[[str], object], done: int = 0, *, trial: bool = True) -> None:
+        """Report the cost of the images after the first ``done``, and set the batch size.
 
         Raises:
             DoesNotFit: a batch clearly needs more than the available memory.
         """
-        told = outlook(self.banding, self.batch_size, start=start, trial=trial)
-        for text in told.lines:
-            say(text)
-        return told.batch_size
+        left = self.numbers[done:]
+        self.batch_size = outlook(self.banding, left, self.batch_size, say, trial=trial)
 
-    def batches(
-        self, batch_size: int, dtype: torch.dtype = torch.float32, start: int = 0
-    ) -> Iterator[list[Outcome]]:
-        """Yield the outputs of the images from ``start`` on in order, of type ``dtype``, batch by
-        batch, with only a few batches in memory.
+    def batches(self, dtype: torch.dtype = torch.float32, done: int = 0) -> Iterator[list[Outcome]]:
+        """Yield the outputs of the images after the first ``done`` in order, of type ``dtype``,
+        batch by batch, with only a few batches in memory.
 
         If memory is too small for a batch, its halves are tried.
 
@@ -102,17 +104,15 @@ class ImageRun:
             Stopped: Ctrl-C in a large image.
             Failed: a process that reads images ended.
         """
-        samples = read_ahead(
-            self.images, start, batch_size=batch_size, workers=self.options.workers
-        )
-        number = start
+        left, size = self.numbers[done:], self.batch_size
+        samples = read_ahead(self.images, left, batch_size=size, workers=self.options.workers)
         try:
-            for batch in batch_samples(samples, batch_size):
-                first, number = number, number + len(batch)
+            for batch in batch_samples(samples, size):
+                own, left = left[: len(batch)], left[len(batch) :]
                 if batch[0].banded:
-                    yield [self.banding.outcome(first, batch[0], dtype)]
+                    yield [self.banding.outcome(own[0], batch[0], dtype)]
                     continue
-                paths = [self.images.listing.name(i) for i in range(first, number)]
+                paths = [self.images.listing.name(number) for number in own]
                 yield run_batch(self.opened, batch, paths, self.compute, self.options.amp, dtype)
         except RuntimeError as error:
             if not is_of_a_dead_worker(error):
@@ -121,17 +121,35 @@ class ImageRun:
                 f"a data loader process died ({first_line(error)}); try --workers 0"
             ) from error
 
+    @contextmanager
+    def begun(self, say: Callable[[str], object], done: int = 0) -> Iterator[None]:
+        """Report model, preprocessing and cost of the images after the first ``done``; in the
+        context, hold the work folder of images in bands, if there is or will be one.
+
+        Raises:
+            DoesNotFit: a batch clearly needs more than the available memory.
+        """
+        for line in self.lines:
+            say(line)
+        if self.numbers[done:]:
+            self.announce(say, done)
+        work = self.banding.work
+        if work is not None:
+            self.banding.say = say
+        needed = work is not None and (self.banding.lines or work.folder.exists())
+        with work if needed and work is not None else nullcontext():
+            yield
+
     def outcomes(
-        self, batch_size: int, dtype: torch.dtype = torch.float32, start: int = 0
+        self, dtype: torch.dtype = torch.float32, done: int = 0
     ) -> Iterator[list[Outcome]]:
         """Yield ``batches``, and show progress."""
-        self.progress = Progress(len(self.images), start)
+        self.progress = Progress(len(self.numbers), done)
         self.banding.before = self.progress.stop
-        shown = (
-            nn.Identity() if self.lines else self.opened.model
-        )  # with tiles an image needs many passes
-        with self.progress as progress, progress.within(shown, batch_size):
-            for batch in self.batches(batch_size, dtype, start):
+        # With tiles an image needs many passes.
+        shown = self.opened.model if self.options.tiles is None else nn.Identity()
+        with self.progress as progress, progress.within(shown, self.batch_size):
+            for batch in self.batches(dtype, done):
                 yield batch
                 progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
 
@@ -149,9 +167,9 @@ def over_tiles_of(
         ValueError: tiles are not whole patches, or no image would be larger than a tile; one line.
     """
     from visionattn.models.large.tiled_inference import (
+        TiledPass,
         cell_of,
         check_tiles,
-        over_tiles,
         usual_overlap,
     )
 
@@ -171,15 +189,8 @@ def over_tiles_of(
             "expected tiles smaller than the images, which are resized to at most "
             f"{pixels(seen)}, got {tile} pixels; use smaller tiles or --img-size native"
         )
-    found = over_tiles(
-        compute if convert is None else call,
-        tile=tile,
-        overlap=overlap,
-        patch_px=patch_px,
-        combine=combine,
-        batch_size=options.batch_size or 1,
-        convert=convert,
-    )
+    plain, count = compute if convert is None else call, options.batch_size or 1
+    found = TiledPass(plain, tile, overlap, patch_px, combine, count, convert)
     how = {"mean": "the mean of their outputs", "max": "the maximum of their outputs"}[combine]
     how = "maps are blended" if blended else how
     return found, f"images are cut into tiles of {tile} px with an overlap of {overlap} px: {how}"

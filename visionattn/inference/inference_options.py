@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.untrusted import checked
-from visionattn.data.option_ranges import check_workers
+from visionattn.data.option_ranges import check_least, check_workers
 from visionattn.model_config import Fit
 
 NATIVE = "native"
@@ -218,17 +218,11 @@ def check(options: OpenOptions) -> None:
     from visionattn.data.formats import check_reading
     from visionattn.data.geometry import check_geometry
 
-    for key, least in (
-        ("batch_size", 1),
-        ("threads", 1),
-        ("workers", 0),
-        ("seed", 0),
-        ("level", 0),
-    ):
-        value = getattr(options, key, None)
-        if value not in (None, "auto") and (isinstance(value, str) or value < least):
-            raise ValueError(f"{key} must be at least {least}, got {value}")
+    check_least(1, threads=options.threads)
+    check_least(0, seed=options.seed)
     if isinstance(options, InferenceOptions):
+        check_least(1, batch_size=None if options.batch_size == "auto" else options.batch_size)
+        check_least(0, level=options.level)
         check_workers(options.workers, "workers")
         memory_gib = options.memory_gib
         if memory_gib is not None and not 0 < memory_gib < MOST_GIB:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sides
-from visionattn.inference.image_listing import digest_of
 from visionattn.inference.inference_options import (
     NATIVE,
     InferenceOptions,
@@ -40,6 +39,7 @@ from visionattn.models.weights import (
     UNBUILDABLE,
     DataSpec,
     described,
+    digest_of_weights,
     existing,
     is_pickle,
     load_model,
@@ -91,23 +91,16 @@ class Opened:
         and the kind of device.
         """
         spec, seen = asdict(self.spec), self.geometry
-        tensors = sorted(self.model.state_dict().items())
         return {
             "model": self.name,
             "args": json.dumps(self.args, sort_keys=True),
-            "weights": digest_of(
-                part for name, value in tensors for part in (name, value.shape, _bytes_of(value))
-            ),
+            "weights": digest_of_weights(self.model),
             "images_as": json.dumps([spec[key] for key in READ_BY]),
             "img_size": pixels(seen.img_size) if seen.img_size else NATIVE,
             "fit": seen.fit,
             "max_patches": seen.max_patches,
             "device": self.device.type,
         }
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def open_model(options: OpenOptions, *, classifies: bool) -> Opened:

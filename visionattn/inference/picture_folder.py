@@ -31,10 +31,14 @@ def check_picture_folder(folder: Path, summary: str, overwrite: bool) -> None:
     check_new(folder, replaces=summary if overwrite else None)
 
 
+def about(opened: Opened, options: Any) -> dict[str, Any]:
+    """Return the origin of results as JSON types: provenance, model and options."""
+    return provenance(opened.device) | {"model": opened.notes, "options": asdict(options)}
+
+
 def write_summary(path: Path, opened: Opened, options: Any, images: Any) -> None:
     """Write the summary into a folder from ``whole_folder``: provenance, model, options, and
     ``images`` (JSON types).
     """
-    about = provenance(opened.device) | {"model": opened.notes, "options": asdict(options)}
-    text = json.dumps({"provenance": about, "images": images}, indent=1)
-    write_text(path, text)
+    content = {"provenance": about(opened, options), "images": images}
+    write_text(path, json.dumps(content, indent=1))

@@ -6,7 +6,6 @@ not at all.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,17 @@ from torch import Tensor
 
 from visionattn.cli.files import check_free, printable
 from visionattn.cli.tables import heading, line
-from visionattn.inference.image_batches import Outcome, say_failed
+from visionattn.inference.image_batches import FIELDS, Outcome, say_failed
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, open_model
+from visionattn.inference.picture_folder import about
 from visionattn.inference.result_files import write_records, write_table
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.patches import call
 from visionattn.models.weights import DataSpec
 
-FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 SUFFIXES = (".csv", ".json")
 DIGITS = 6
 """Decimals of a probability."""
@@ -34,115 +33,92 @@ USUAL, SHOWN = 5, 3
 """Default number of classes per image: in files, and in the table on standard output."""
 
 
-class Predictor:
-    """Model and images, after all checks; nothing is written before ``run``.
+def predict(options: PredictOptions, say: Callable[[str], None]) -> None:
+    """Write the rows as they come, and report the result; nothing is written before all options are
+    checked.
 
     Args:
         options: result of ``parse_options``.
+        say: receives the report and, without an output, the rows.
 
     Raises:
-        ValueError, FileNotFoundError: an option is wrong, or a file is in the way; one line.
+        ValueError, FileNotFoundError: an option is wrong, a file is in the way, or no image has a
+            result.
+        OutOfMemory: no image fits into memory.
+        DoesNotFit: a batch clearly needs more than the available memory; nothing is written.
+        Failed: a process that reads images ended.
     """
+    output = Path(options.output) if options.output else None
+    if output is None and options.overwrite:
+        raise ValueError("overwrite needs --output")
+    if output is not None and output.suffix not in SUFFIXES:
+        raise ValueError(f"expected --output to end in {' or '.join(SUFFIXES)}, got {output}")
+    listing = find_images(options.images or [], options.labels)
+    if output is not None:
+        check_free(output, options.overwrite)
+    opened = open_model(options, classifies=True)
+    top_k = count_of_classes(opened, options.top_k, SHOWN if output is None else USUAL)
+    images, spec = read_as_asked(options, opened, listing), opened.spec
+    run = ImageRun(options, opened, images, call, output=output)
+    images.check_asked()
+    failed = list[Outcome]()
 
-    def __init__(self, options: PredictOptions):
-        self.options, self.output = options, Path(options.output) if options.output else None
-        if self.output is None and options.overwrite:
-            raise ValueError("overwrite needs --output")
-        if self.output is not None and self.output.suffix not in SUFFIXES:
-            raise ValueError(
-                f"expected --output to end in {' or '.join(SUFFIXES)}, got {self.output}"
-            )
-        self.listing = find_images(options.images or [], options.labels)
-        if self.output is not None:
-            check_free(self.output, options.overwrite)
-        self.opened: Opened = open_model(options, classifies=True)
-        usual = SHOWN if self.output is None else USUAL
-        self.top_k = count_of_classes(self.opened, options.top_k, usual)
-        images = read_as_asked(options, self.opened, self.listing)
-        self.image_run = ImageRun(options, self.opened, images, call, output=self.output)
-        images.check_asked()
-        self.done, self.failed = 0, list[Outcome]()
+    def rows() -> Iterator[dict[str, Any]]:
+        for outcome in chain.from_iterable(run.outcomes()):
+            if outcome.value is None:
+                failed.append(outcome)
+            yield outcome.row() | listing.cells.get(outcome.path, {}) | result(outcome, spec, top_k)
 
-    def run(self, say: Callable[[str], None]) -> None:
-        """Write the rows as they come, and report the result.
+    with run.begun(say):
+        if output is None:
+            say(heading(["image", *shown(spec, top_k)]))
+            for row in rows():
+                run.progress.say(line(cells(row)), say)
+        elif output.suffix == ".csv":
+            columns = [*FIELDS, *listing.columns, *columns_of(spec, top_k)]
+            write_table(output, columns, (flat(row, top_k) for row in rows()))
+        else:
+            head = {"provenance": about(opened, options)}
+            write_records(output, head, "rows", map(json.dumps, rows()))
+    done = len(images) - len(failed)
+    if output is not None:
+        what = "values" if spec.task == "regression" else "classes"
+        say(f"{done} of {len(images)} images have {what}: {output}")
+        say_failed(failed, say)
+    # The file is written anyway: its rows have the status of each image.
+    if not done:
+        raise failed[0].error(f"none of the {len(images)} images has a result; first: ")
 
-        Raises:
-            ValueError: no image has a result.
-            OutOfMemory: no image fits into memory.
-            DoesNotFit: a batch clearly needs more than the available memory; nothing is written.
-            Failed: a process that reads images ended.
-        """
-        run = self.image_run
-        for note in (*self.opened.notes, *run.lines):
-            say(note)
-        batch_size = run.announce(say)
-        with run.banding.at_work():
-            rows = map(self._row, chain.from_iterable(run.outcomes(batch_size)))
-            if self.output is None:
-                say(heading(["image", *self._shown()]))
-                for row in rows:
-                    run.progress.say(line(cells(row)), say)
-            else:
-                run.banding.say = say
-                self._write(rows)
-                what = "values" if self.opened.spec.task == "regression" else "classes"
-                say(f"{self.done} of {len(run.images)} images have {what}: {self.output}")
-                say_failed(self.failed, len(self.failed), say)
-        # The file is written anyway: its rows have the status of each image.
-        if not self.done:
-            text = f"none of the {len(run.images)} images has a result; first: "
-            raise self.failed[0].error(text)
 
-    def _row(self, outcome: Outcome) -> dict[str, Any]:
-        """Return a JSON row of ``FIELDS``, cells of ``--labels`` and ``classes``, and count images
-        with and without a result.
+def result(outcome: Outcome, spec: DataSpec, top_k: int) -> dict[str, Any]:
+    """Return the last JSON members of a row: ``classes``, a list of class and probability, the most
+    probable first, empty without a result. ``VECTOR_TASKS`` have the columns of ``outputs_of``
+    instead.
+    """
+    several = spec.task in VECTOR_TASKS
+    if outcome.value is None:
+        return {} if several else {"classes": []}
+    if several:
+        return outputs_of(spec, outcome.value)
+    names, shares = most_probable(outcome.value, top_k, spec.class_names)
+    pairs = zip(names, shares.tolist(), strict=True)
+    return {
+        "classes": [{"class": name, "probability": round(share, DIGITS)} for name, share in pairs]
+    }
 
-        ``classes`` is a list of class and probability, the most probable first, empty without a
-        result. ``VECTOR_TASKS`` have the columns of ``outputs_of`` instead.
-        """
-        row = {name: getattr(outcome, name) for name in FIELDS}
-        row |= self.listing.cells.get(outcome.path, {})
-        several = self.opened.spec.task in VECTOR_TASKS
-        row |= {} if several else {"classes": []}
-        if outcome.value is None:
-            self.failed = self.failed or [outcome]
-            return row
-        self.done += 1
-        if several:
-            return row | outputs_of(self.opened.spec, outcome.value)
-        names, shares = most_probable(outcome.value, self.top_k, self.opened.spec.class_names)
-        row["classes"] = [
-            {"class": name, "probability": round(share, DIGITS)}
-            for name, share in zip(names, shares.tolist(), strict=True)
-        ]
-        return row
 
-    def _shown(self) -> list[str]:
-        """Return the headings of the table on standard output, after the image."""
-        spec = self.opened.spec
-        usual = [str(i + 1) for i in range(self.top_k)]
-        of_task = {"multilabel": ["label"], "regression": list(spec.output_names)}
-        return of_task.get(spec.task, usual)
+def shown(spec: DataSpec, top_k: int) -> list[str]:
+    """Return the headings of the table on standard output, after the image."""
+    usual = [str(i + 1) for i in range(top_k)]
+    of_task = {"multilabel": ["label"], "regression": list(spec.output_names)}
+    return of_task.get(spec.task, usual)
 
-    def _columns(self) -> list[str]:
-        """Return the columns of CSV after ``FIELDS``."""
-        spec = self.opened.spec
-        if spec.task in VECTOR_TASKS:
-            return list(outputs_of(spec, torch.zeros(spec.num_classes)))
-        numbers = range(1, self.top_k + 1)
-        return [f"{what}_{i}" for i in numbers for what in ("class", "probability")]
 
-    def _write(self, rows: Iterator[dict[str, Any]]) -> None:
-        assert self.output is not None
-        if self.output.suffix == ".csv":
-            columns = [*FIELDS, *self.listing.columns, *self._columns()]
-            write_table(self.output, columns, (flat(row, self.top_k) for row in rows))
-            return
-        from visionattn.cli.provenance import provenance
-
-        about = provenance(self.opened.device) | {"model": self.opened.notes}
-        about |= {"options": asdict(self.options)}
-        write_records(self.output, {"provenance": about}, "rows", map(json.dumps, rows))
+def columns_of(spec: DataSpec, top_k: int) -> list[str]:
+    """Return the columns of CSV after ``FIELDS`` and cells of ``--labels``."""
+    if spec.task in VECTOR_TASKS:
+        return list(outputs_of(spec, torch.zeros(spec.num_classes)))
+    return [f"{what}_{i}" for i in range(1, top_k + 1) for what in ("class", "probability")]
 
 
 def flat(row: dict[str, Any], top_k: int) -> dict[str, Any]:

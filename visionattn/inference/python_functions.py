@@ -17,7 +17,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from visionattn.inference.image_batches import Outcome, masks
+from visionattn.inference.image_batches import Outcome
 from visionattn.inference.image_listing import Images, listing_of
 from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.image_run import ImageRun, read_as_asked
@@ -34,7 +34,7 @@ from visionattn.inference.predict import all_outputs, count_of_classes, most_pro
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.cost import Compute
 from visionattn.models.patches import call, in_eval, last_map, pooled, takes_sizes
-from visionattn.models.segmentation import classes_of
+from visionattn.models.segmentation import Segmenter, classes_of
 
 if TYPE_CHECKING:
     from visionattn.inference.image_attribution import ClassAttribution
@@ -124,7 +124,7 @@ def segment(model: Model, images: Images, **options: Any) -> list[Tensor]:
         if opened.spec.task != "segmentation":
             raise ValueError(f"{opened.name} is a classification model; use visionattn.predict")
         found = []
-        for outcome in _outcomes(opened, images, masks, asked, dtype=torch.uint8):
+        for outcome in _outcomes(opened, images, Segmenter.masks, asked, dtype=torch.uint8):
             found.append(_value(judged(outcome, opened.geometry)))
     return found
 
@@ -241,11 +241,12 @@ def _outcomes(
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
         warnings.warn(f"{opened.name} sees padding as black pixels", stacklevel=2)
     read = read_as_asked(options, opened, listing_of(images))
-    run = ImageRun(options, opened, read, compute, convert=classes_of if compute is masks else None)
+    convert = classes_of if compute is Segmenter.masks else None
+    run = ImageRun(options, opened, read, compute, convert=convert)
     for line in run.banding.lines:
         warnings.warn(line, stacklevel=4)
-    batch_size = run.announce(lambda line: None, trial=False)
-    for batch in run.batches(batch_size, dtype):
+    run.announce(lambda line: None, trial=False)
+    for batch in run.batches(dtype):
         for outcome in batch:
             _value(outcome)
             yield outcome

@@ -22,16 +22,15 @@ from visionattn.cli.files import check_folder, check_free, write_whole
 from visionattn.cli.untrusted import brief
 from visionattn.data.formats.reader import Reader, require
 from visionattn.data.geometry import Geometry
-from visionattn.inference.image_batches import Outcome, masks, probabilities, say_failed
+from visionattn.inference.image_batches import FIELDS, Outcome, say_failed
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, description, of_no_model, open_model
 from visionattn.inference.polygons import CocoFile, class_polygons, write_geojson
-from visionattn.inference.predict import FIELDS
 from visionattn.inference.result_files import write_array, write_table
 from visionattn.models.pixel_classes import palette
-from visionattn.models.segmentation import IGNORED, classes_of, probabilities_of
+from visionattn.models.segmentation import IGNORED, Segmenter, classes_of, probabilities_of
 from visionattn.models.weights import described
 
 TABLE = "masks.csv"
@@ -100,8 +99,10 @@ class MaskPredictor:
         self.coco = CocoFile(self.names, self.outlined)
         self.images = images = read_as_asked(options, self.opened, listing)
         probable = "probabilities" in self.saved
-        compute, convert = (probabilities, probabilities_of) if probable else (masks, classes_of)
-        self.dtype = torch.float16 if probable else torch.uint8
+        compute, convert, self.dtype = Segmenter.masks, classes_of, torch.uint8
+        if probable:
+            compute, convert = Segmenter.probabilities, probabilities_of
+            self.dtype = torch.float16
         how = dict(convert=convert, output=self.output)
         self.image_run = ImageRun(options, self.opened, images, compute, **how)
         known = [path for files in self.files for path in files.values()]
@@ -164,12 +165,9 @@ class MaskPredictor:
             Failed: a process that reads images ended.
         """
         run, numbers, rows = self.image_run, iter(range(len(self.files))), list[dict[str, Any]]()
-        for note in (*self.opened.notes, *run.lines):
-            say(note)
-        batch_size, failed = run.announce(say), list[Outcome]()
-        run.banding.say = say
-        with run.banding.at_work():
-            for batch in run.outcomes(batch_size, self.dtype):
+        failed = list[Outcome]()
+        with run.begun(say):
+            for batch in run.outcomes(self.dtype):
                 for found, number in zip(batch, numbers, strict=False):
                     outcome = judged(found, self.opened.geometry)
                     rows.append(self._written(outcome, number))
@@ -183,7 +181,7 @@ class MaskPredictor:
             if "coco" in self.saved:
                 self.coco.write(self.output / COCO)
         say(f"{len(rows) - len(failed)} of {len(rows)} images have masks: {self.output}")
-        say_failed(failed, len(failed), say)
+        say_failed(failed, say)
 
     def _columns(self) -> list[str]:
         """Return the last columns of the table: the file of each kind, and ``share_`` of each
@@ -194,8 +192,8 @@ class MaskPredictor:
 
     def _written(self, outcome: Outcome, number: int) -> dict[str, Any]:
         """Write the files of an image, if it has a mask; return its row of the table."""
-        row, columns = {name: getattr(outcome, name) for name in FIELDS}, self._columns()
-        row |= self.listing.cells.get(outcome.path, {})
+        row = outcome.row() | self.listing.cells.get(outcome.path, {})
+        columns = self._columns()
         if outcome.value is None:
             return row | dict.fromkeys(columns)
         probable = outcome.value.ndim == 3

@@ -9,7 +9,7 @@ of progress. The module is independent of models.
 import json
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from visionattn.cli.files import check_folder, is_unfinished, write_whole
 from visionattn.cli.tables import read_rows
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.kept_features import BACKBONE, INDEX
-from visionattn.inference.image_batches import LISTED, Outcome, say_failed
+from visionattn.inference.image_batches import FIELDS, Outcome, say_failed
 from visionattn.inference.result_files import difference, write_table
 
 FORMAT = "visionattn.features"
@@ -41,11 +41,9 @@ KEY_BYTES = 120
 """Maximum size of a map's header entry in safetensors, in bytes."""
 POOLED = "features"
 """Name of the only tensor of a shard of pooled features, ``[n, D]``."""
-FROM_OUTCOME = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 PLACE = ("shard", "key", "row")
-COLUMNS = (*FROM_OUTCOME, *PLACE)
-"""Columns of the index. A pooled feature is row ``row`` of tensor ``key`` in file ``shard``; a map
-is the tensor itself.
+"""Columns of the index after ``FIELDS``. A pooled feature is row ``row`` of tensor ``key`` in file
+``shard``; a map is the tensor itself.
 """
 
 
@@ -75,7 +73,8 @@ class Pending:
         """Begin a shard with ``identity``, the identity of the features as JSON types, and
         ``first``, the index of the first image.
         """
-        self.path, self.number, self.first = shard_path(folder, number), number, first
+        self.folder, self.number, self.first = folder, number, first
+        self.path = shard_path(folder, number)
         self.bytes, self.head_bytes = 0, 0
         self._identity = identity
         self.rows: list[dict[str, Any]] = []
@@ -90,7 +89,7 @@ class Pending:
         in memory.
         """
         for outcome in outcomes:
-            row = {name: getattr(outcome, name) for name in FROM_OUTCOME} | dict.fromkeys(PLACE)
+            row = outcome.row() | dict.fromkeys(PLACE)
             if outcome.value is not None and outcome.value.ndim == 1:
                 row |= dict(zip(PLACE, (self.path.name, POOLED, len(self._vectors)), strict=True))
                 self._vectors.append(outcome.value.clone())
@@ -110,15 +109,16 @@ class Pending:
         """
         return len(self) >= images or self.bytes >= most_bytes or self.head_bytes >= HEAD_BYTES
 
-    def write(self) -> None:
+    def write(self) -> "Pending":
         """Write the file, completely or not at all; pooled features as one tensor, maps as one per
-        image.
+        image. Return the next shard.
         """
         tensors = self._maps | ({POOLED: torch.stack(self._vectors)} if self._vectors else {})
         content = {"format": FORMAT, "version": FORMAT_VERSION, "identity": self._identity}
         # One entry: the order of several entries in the file is undefined.
         metadata = {FORMAT: json.dumps(content | {"first": self.first, "rows": self.rows})}
         write_whole(self.path, lambda place: save_file(tensors, place, metadata=metadata))
+        return Pending(self.folder, self.number + 1, self.first + len(self), self._identity)
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -159,30 +159,22 @@ def read_shard(path: Path) -> Shard | None:
     return Shard(path, content["first"], content["rows"], content["identity"])
 
 
-def whole_shards(
-    folder: Path, identity: dict[str, Any], names: Callable[[int], str], first: int = 0
-) -> list[Shard]:
+def whole_shards(folder: Path, identity: dict[str, Any], first: int = 0) -> list[Shard]:
     """List the shards of an earlier run, without a gap.
 
     Args:
         folder: folder of the shards.
-        identity: identity of the wanted features.
-        names: returns the path of an image by its index.
+        identity: identity of the wanted features, which tells their images too.
         first: index of the first image.
 
     Raises:
-        ValueError: they hold other features or images; the line names the first difference.
+        ValueError: they hold other features; the line names the first difference.
     """
     found, done = list[Shard](), first
     for shard in map(read_shard, shard_paths(folder)):
         if shard is None or shard.first != done:
             break
-        other = difference(shard.identity, identity)
-        if other is None and [row["path"] for row in shard.rows] != [
-            names(done + place) for place in range(len(shard.rows))
-        ]:
-            other = "rows of other images"
-        if other is not None:
+        if (other := difference(shard.identity, identity)) is not None:
             raise ValueError(
                 f"{folder} holds features of another call: {other}; pass another --output, or "
                 "--overwrite"
@@ -224,50 +216,39 @@ def _read_whole(path: Path) -> Shard:
     return shard
 
 
-@dataclass
-class Index:
-    """The index of a folder: one row per image with ``COLUMNS`` and cells of ``--labels``, in one
-    CSV file.
+def write_index(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[list[Outcome], int]:
+    """Write the index of a folder, a CSV file: one row per image with ``FIELDS``, ``PLACE`` and
+    equal further columns; names are formatted as ``visionattn.cli.tables`` writes texts.
+
+    Returns:
+        The images without features, and the number of images.
     """
+    failed, count, rows = list[Outcome](), 0, iter(rows)
+    first = next(rows)
 
-    folder: Path
-    images: int = 0
-    failures: int = 0
-    failed: list[Outcome] = field(default_factory=list)
-    """The first ``LISTED`` images without features."""
+    def noted() -> Iterator[dict[str, Any]]:
+        nonlocal count
+        for row in chain([first], rows):
+            count += 1
+            if row["status"] != "ok":
+                failed.append(Outcome(*(row[key] for key in FIELDS)))
+            yield row
 
-    @property
-    def path(self) -> Path:
-        """Return the path of the index."""
-        return self.folder / INDEX
+    write_table(path, list(first), noted())
+    return failed, count
 
-    def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write rows with ``COLUMNS`` and equal further columns; names are formatted as
-        ``visionattn.cli.tables`` writes texts.
-        """
-        rows = iter(rows)
-        first = next(rows)
-        write_table(self.path, list(first), map(self._counted, chain([first], rows)))
 
-    def _counted(self, row: dict[str, Any]) -> dict[str, Any]:
-        self.images += 1
-        if row["status"] != "ok":
-            self.failures += 1
-            if len(self.failed) < LISTED:
-                self.failed.append(Outcome(*(row[key] for key in FROM_OUTCOME)))
-        return row
+def check_any(failed: list[Outcome], count: int) -> None:
+    """Raise ValueError or OutOfMemory if none of ``count`` images has features."""
+    if len(failed) == count:
+        raise failed[0].error(f"none of the {count} images has features; first: ")
 
-    def report(self, say: Callable[[str], None], *, all_fail: bool = True) -> None:
-        """Report the images without features.
 
-        Raises:
-            ValueError, OutOfMemory: no image has features, with ``all_fail``.
-        """
-        if all_fail and self.failures == self.images:
-            raise self.failed[0].error(f"none of the {self.images} images has features; first: ")
-        if self.failures:
-            say(f"{self.failures} without features:")
-        say_failed(self.failed, self.failures, say)
+def report_failed(failed: list[Outcome], say: Callable[[str], None]) -> None:
+    """Report the images without features."""
+    if failed:
+        say(f"{len(failed)} without features:")
+    say_failed(failed, say)
 
 
 def read_features(
@@ -385,10 +366,12 @@ def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | N
                 f"part {part} has other features: {other}; run --shard {part} again with the "
                 "options of the other parts and --overwrite"
             )
-    index = Index(output)
-    index.write(row for part in parts for row in _indexed(part.folder(output), output))
-    say(f"{index.images} images in {len(parts)} part{'s' * (len(parts) > 1)}: {index.path}")
-    index.report(say)
+    index = output / INDEX
+    rows = (row for part in parts for row in _indexed(part.folder(output), output))
+    failed, count = write_index(index, rows)
+    say(f"{count} images in {len(parts)} part{'s' * (len(parts) > 1)}: {index}")
+    check_any(failed, count)
+    report_failed(failed, say)
 
 
 def _indexed(folder: Path, output: Path) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,6 @@ This module decides their number, difficulty and size. They are the images that 
 and tests on.
 """
 
-import io
 from dataclasses import asdict, dataclass, replace
 from typing import BinaryIO
 
@@ -20,7 +19,8 @@ from visionattn.data.formats import as_flags
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.splits import build_splits
 from visionattn.data.synthetic_images import DrawnImage, see_mask, value_names
-from visionattn.inference.image_listing import digest_of
+from visionattn.inference.image_listing import HeldImages, as_file
+from visionattn.models.weights import digest_of
 
 SPLITS = ("validation", "test")
 """The splits that are generated, in the order of their images."""
@@ -38,7 +38,7 @@ class Division:
     class_names: tuple[str, ...]
 
 
-class DigitSource:
+class DigitSource(HeldImages):
     """The digits that scikit-learn ships: train, then validation, then test, as
     ``digits/train/17``.
 
@@ -52,18 +52,8 @@ class DigitSource:
         self._names = [
             f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))
         ]
-        self._images = np.concatenate([part.images for part in parts.values()])
+        super().__init__([image for part in parts.values() for image in part.images])
         self.labels = np.concatenate([part.labels for part in parts.values()])
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def open(self, index: int) -> BinaryIO:
-        """Return the digit as a PNG in memory."""
-        stream = io.BytesIO()
-        Image.fromarray(self._images[index]).save(stream, "png")
-        stream.seek(0)
-        return stream
 
     def name(self, index: int) -> str:
         """Return split and number of the digit as a name."""
@@ -80,7 +70,7 @@ class DigitSource:
 
     def digest(self) -> str:
         """Return a digest of names and pixels."""
-        return digest_of([*self._names, self._images.tobytes()])
+        return digest_of([*self._names, np.stack(self.pictures).tobytes()])
 
 
 class Drawn:
@@ -123,10 +113,7 @@ class Drawn:
 
     def open(self, index: int) -> BinaryIO:
         """Return the image as an uncompressed file in memory."""
-        stream = io.BytesIO()
-        Image.fromarray(self.draw(index).image[:, :, 0]).save(stream, "tiff", compression="raw")
-        stream.seek(0)
-        return stream
+        return as_file(Image.fromarray(self.draw(index).image[:, :, 0]))
 
     def name(self, index: int) -> str:
         """Return dataset, split and number of the image as a name."""

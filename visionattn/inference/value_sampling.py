@@ -11,23 +11,17 @@ from torch import Tensor
 from visionattn.data.geometry import Size
 from visionattn.models.pixel_decoder import PixelDecoder
 
-BLOCK = 1024
-"""Number of values of an image whose random numbers are drawn at once; a multiple of four, the
-numbers per step of the generator.
-"""
+CHECKED = 1024
+"""Number of values after which the outputs are checked."""
 
 
-def uniform(seed: int, image: int, copy: int, start: int, count: int) -> np.ndarray:
-    """Return random numbers of an image that depend only on the arguments: float64 ``[count]`` in
-    [0, 1).
+def numbers_of(seed: int, image: int, copy: int) -> np.random.Generator:
+    """Return a generator of random numbers for an image that depends only on the arguments.
 
-    They are for its values from ``start`` on, a multiple of four.
-
-    Source: Salmon et al. 2011, Philox 4x64-10, keyed by seed and image and counting values.
+    Source: Salmon et al. 2011, Philox 4x64-10, keyed by seed and image.
     """
-    key = np.array([seed, image], np.uint64)
-    counter = np.array([start // 4, 0, 0, copy], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(count)
+    key, counter = np.array([seed, image], np.uint64), np.array([0, 0, 0, copy], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def choose(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
@@ -67,11 +61,11 @@ def sample_values(
     Args:
         model: in eval mode.
         size: height and width in pixels.
-        numbers: index of each image and of its completion, for ``uniform``.
+        numbers: index of each image and of its completion, for ``numbers_of``.
         labels: classes, int64 ``[B]``; None for an unconditioned model.
         given: the first values in raster order, int64 ``[B, t]``; t may be 0.
         temperature: see ``choose``.
-        seed: see ``uniform``.
+        seed: see ``numbers_of``.
         stepped: called after each value.
 
     Returns:
@@ -80,27 +74,23 @@ def sample_values(
         ``[B, 2]``.
 
     Raises:
-        ValueError: the outputs of the model are not finite; raised within ``BLOCK`` values.
+        ValueError: the outputs of the model are not finite; raised within ``CHECKED`` values.
     """
     device = given.device
     state = model.begin(len(numbers), size, labels)
     values = torch.zeros(len(numbers), state.values, dtype=torch.int64, device=device)
     nats = torch.zeros(len(numbers), 2, dtype=torch.float64, device=device)
-    chosen = None
+    chosen, randoms = None, [numbers_of(seed, *each) for each in numbers]
     for place in range(state.values):
-        if place % BLOCK == 0:
-            count = min(BLOCK, state.values - place)
-            rows = [uniform(seed, *each, place, count) for each in numbers]
-            uniforms = torch.from_numpy(np.stack(rows, 1)).to(device)
         logits = model.step(chosen, state).double()
         is_new = place >= given.shape[1]
-        drawn = uniforms[place % BLOCK]
+        drawn = nats.new_tensor([each.random() for each in randoms])
         chosen = choose(logits, temperature, drawn) if is_new else given[:, place]
         nats[:, int(is_new)] -= logits.log_softmax(1).gather(1, chosen[:, None])[:, 0]
         values[:, place] = chosen
         # On a GPU, reading the sums takes as long as a step.
         is_last = place == state.values - 1
-        if (place % BLOCK == 0 or is_last) and not nats.isfinite().all():
+        if (place % CHECKED == 0 or is_last) and not nats.isfinite().all():
             raise ValueError(
                 f"the outputs of the model are not finite at value {place + 1} or before; try "
                 "--amp none"

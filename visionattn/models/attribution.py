@@ -129,15 +129,10 @@ def find_attribution(
         if gradient:
             margin.backward()
             found = (inputs.grad * inputs.detach()).sum(1)[0].cpu()
-    logits, tokens, value = logits.detach(), tokens.detach(), float(margin.detach())
-    patches, channels, rest = None, None, None
-    if divides(model):
-        grid = grid_of(inputs.shape[2:], model.patch_embed.patch_size)
-        part = _pooled_tokens(model, tokens, present)
-        patches, channels = divided(model, lambda: [part], logits, target, grid)
-        rest = value - float(patches.sum())
-    gradients, known = found if gradient else None, logits.float().cpu()
-    return Attribution(known, target, value, patches, channels, rest, gradients, described(model))
+    part = _pooled_tokens(model, tokens.detach(), present)
+    grid = grid_of(inputs.shape[2:], model.patch_embed.patch_size)
+    known = logits.detach(), target, float(margin.detach()), grid
+    return attributed(model, lambda: [part], *known, found if gradient else None)
 
 
 def checked_target(logits: Tensor, target: int | None) -> int:
@@ -374,27 +369,34 @@ def pools_of(parts: Iterable[tuple[Tensor, Tensor]]) -> Pools:
     return found
 
 
-def divided(
+def attributed(
     model: VisionAttnTransformer,
     parts: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     logits: Tensor,
     target: int,
+    margin: float,
     grid: Grid,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the contribution of each patch to the margin, float64 ``[H, W]``, and the number of
-    channels that each wins, None without a maximum.
+    gradient: Tensor | None = None,
+) -> Attribution:
+    """Return the attribution of a class, with the contribution of each patch to the margin if the
+    pooling can be divided among patches.
 
     The norm maps the pooled features m to ``scale * (m - centre) + bias``, with the mean and
     standard deviation of this image. The margin is then a sum over channels, and each channel is
     assigned to its patch.
 
     Args:
-        model: ``divides`` is True for it.
+        model: in eval mode.
         parts: yields the tokens, as ``pools_of`` needs them.
         logits: ``[num_classes]``.
         target: the class.
+        margin: of the class.
         grid: H and W.
+        gradient: see ``Attribution``.
     """
+    known, how = (logits.float().cpu(), target, margin), described(model)
+    if not divides(model):
+        return Attribution(*known, None, None, None, gradient, how)
     pools = pools_of(parts())
     largest, mean = pools.largest.double(), pools.total / pools.count
     of_largest, of_mean = {"max": (1.0, 0.0), "avg": (0.0, 1.0), "avgmax": (0.5, 0.5)}[
@@ -413,7 +415,8 @@ def divided(
             patch = places >= 0
             own = (x[patch].double() - centre) @ (of_mean * weights) / pools.count
             added.index_add_(0, places[patch].cpu(), own.cpu())
-    return added.unflatten(0, grid), channels
+    rest = margin - float(added.sum())
+    return Attribution(*known, added.unflatten(0, grid), channels, rest, gradient, how)
 
 
 def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:

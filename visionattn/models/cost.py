@@ -9,6 +9,7 @@ import copy
 import math
 import time
 import weakref
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,6 @@ from visionattn.cli.memory import (
     SHARE,
     check_fits,
     clearly_above,
-    largest_fit,
     memory_there_is,
     taken_bytes,
 )
@@ -276,9 +276,7 @@ class Passes:
                     tensor.copy_(value)
             torch.cuda.empty_cache()
 
-    def forward_seconds(
-        self, shape: Shape, patch_px: Size, clock: Callable[[], float] = time.perf_counter
-    ) -> float | None:
+    def forward_seconds(self, shape: Shape, patch_px: Size) -> float | None:
         """Return the seconds of a forward pass per image, extrapolated from a smaller one for large
         images.
 
@@ -292,9 +290,9 @@ class Passes:
         def timed(part: Shape) -> float:
             with torch.inference_mode(), autocast(self.device, self.amp):
                 inputs = self.spec.prepare(self.batch(part)[0])
-                start = clock()
+                start = time.perf_counter()
                 self.compute(self.model, inputs, None).to("cpu")
-            return clock() - start
+            return time.perf_counter() - start
 
         try:
             seconds = seconds_of(timed, (images, *tried))
@@ -350,7 +348,7 @@ class Expected:
         )
 
 
-class Memory:
+class Memory(ABC):
     """Memory of a run for batches of a shape, available memory, and what would fit.
 
     A subclass defines the memory of a batch, and names the options for a batch or an image that
@@ -391,19 +389,19 @@ class Memory:
             self.there_bytes = memory_there_is(passes.device, processes)
             self.base_bytes = taken_bytes(passes.device)
 
+    @abstractmethod
     def bytes_of(self, shape: Shape) -> int | None:
         """Return the memory for batches of a shape; None if unknown, infinity if it does not fit on
         a GPU.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def batch_that_fits(self, images: int, shape: Shape) -> str:
         """Return the option for batches of ``images`` images in place of ``shape``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def image_that_fits(self, size: Size) -> str:
         """Return the option for images of a size."""
-        raise NotImplementedError
 
     def extended(self, count: Callable[[Shape], int | None], shape: Shape) -> int | None:
         """Return ``count`` for a batch, extrapolated for images that are too large to count.
@@ -451,8 +449,8 @@ class Memory:
         def smaller(number: int) -> Size:
             return scaled(size, number * step / longest, self.patch_px)
 
-        most = max(1, longest // step - 1)
-        found = largest_fit(lambda n: self.fits((1, *smaller(n))), max(8, most // 2), most)
+        numbers = range(1, max(2, longest // step))
+        found = bisect_left(numbers, True, key=lambda n: not self.fits((1, *smaller(n))))
         return smaller(found) if found else None
 
     def auto(self, size: Size, count: int) -> int:

@@ -15,7 +15,7 @@ import unicodedata
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -477,6 +477,24 @@ def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"expected finite weights, got NaN or infinity in {name} ({path})")
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """Return the SHA-256 of parts: bytes unchanged, and the ``repr`` of other objects."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """Return the SHA-256 of the names, shapes and bytes of a model's tensors."""
+
+    def bytes_of(tensor: Tensor) -> bytes:
+        return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    tensors = sorted(model.state_dict().items())
+    return digest_of(part for name, x in tensors for part in (name, x.shape, bytes_of(x)))
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:

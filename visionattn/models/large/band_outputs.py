@@ -14,11 +14,9 @@ from visionattn.layout import Grid
 from visionattn.models.attribution import (
     Attribution,
     Pools,
+    attributed,
     checked_target,
     contrast,
-    described,
-    divided,
-    divides,
     pools_of,
 )
 from visionattn.models.backbone import VisionAttnTransformer
@@ -128,13 +126,8 @@ class Evidenced(Pooled):
         target = checked_target(logits, self.target)
         weights = contrast(self.model, logits, target).double()
         margin = float((logits.double() @ weights).detach())
-        patches, channels, rest = None, None, None
-        if divides(self.model):
-            parts = partial(self._parts, tokens, bands)
-            patches, channels = divided(self.model, parts, logits, target, tokens.layout.grid)
-            rest = margin - float(patches.sum())
-        known, how = logits.float().cpu(), described(self.model)
-        return Attribution(known, target, margin, patches, channels, rest, None, how)
+        known, parts = (logits, target, margin), partial(self._parts, tokens, bands)
+        return attributed(self.model, parts, *known, tokens.layout.grid)
 
 
 class Dense(Output):

@@ -24,7 +24,6 @@ class PartSource(Protocol):
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
         """Return a part of the image, ``[h, w, channels]``; the slices lie within the image."""
-        ...
 
 
 class Sink(Protocol):
@@ -36,19 +35,15 @@ class Sink(Protocol):
         Raises:
             ValueError: a file is in the way, or there is no space.
         """
-        ...
 
     def write(self, first_row: int, band: np.ndarray) -> None:
         """Write rows ``[C, h, W]``; the same rows may be written again, with the same values."""
-        ...
 
     def finish(self) -> None:
         """Give the map its final name."""
-        ...
 
     def close(self) -> None:
         """Close the map; without ``finish``, it stays for another pass to resume."""
-        ...
 
 
 class MapWriter:

@@ -9,6 +9,7 @@ depends only on the pixels at its own place.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, product
 from typing import Literal, NamedTuple, get_args
@@ -229,51 +230,36 @@ def forward_tiles(
     return result[:, 0] if want == "masks" else result
 
 
-def over_tiles(
-    compute: Compute,
-    *,
-    tile: int,
-    overlap: int,
-    patch_px: tuple[int, int],
-    combine: Combine = "mean",
-    batch_size: int = 1,
-    convert: Callable[[Tensor], Tensor] | None = None,
-) -> Compute:
-    """Return a computation over tiles, image by image, that replaces a computation over images.
+@dataclass(frozen=True)
+class TiledPass:
+    """A computation over tiles, image by image, that replaces a computation over images."""
 
-    Args:
-        compute: turns images into vectors or maps; maps are blended.
-        tile, overlap, combine, batch_size: as for ``forward_tiles``.
-        patch_px: height and width of a patch.
-        convert: ``classes_of`` or ``probabilities_of``, applied to logits of pixels; classes
-            are uint8 ``[B, H, W]``.
-
-    Returns:
-        The computation. It raises ValueError as ``forward_tiles`` does, and for ``sizes``.
+    compute: Compute
+    """Turns images into vectors or maps; maps are blended."""
+    tile: int
+    """As for ``forward_tiles``, like ``overlap``, ``combine`` and ``batch_size``."""
+    overlap: int
+    patch_px: tuple[int, int]
+    """Height and width of a patch."""
+    combine: Combine = "mean"
+    batch_size: int = 1
+    convert: Callable[[Tensor], Tensor] | None = None
+    """``classes_of`` or ``probabilities_of``, applied to logits of pixels; classes are uint8
+    ``[B, H, W]``.
     """
-    run = TiledPass(compute, tile, overlap, patch_px, combine, batch_size, convert)
 
-    def run_tiles(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    def __call__(self, model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+        """Compute images ``[B, C, H, W]``.
+
+        Raises:
+            ValueError: as ``forward_tiles``, and for ``sizes``.
+        """
         if sizes is not None:
             raise ValueError("tiles need images that fill their input, got padded ones")
         size = inputs.shape[2], inputs.shape[3]
         reads = (_of_tensor(image, image.device) for image in inputs.split(1))
-        result = torch.stack([run.of_image(model, read, size) for read in reads])
-        return result[:, 0] if convert is classes_of else result
-
-    return run_tiles
-
-
-class TiledPass(NamedTuple):
-    """A computation over tiles; see ``over_tiles`` for the arguments."""
-
-    compute: Compute
-    tile: int
-    overlap: int
-    patch_px: tuple[int, int]
-    combine: Combine
-    batch_size: int
-    convert: Callable[[Tensor], Tensor] | None
+        result = torch.stack([self.of_image(model, read, size) for read in reads])
+        return result[:, 0] if self.convert is classes_of else result
 
     def of_image(
         self,

@@ -1,6 +1,5 @@
 """Tokens of a whole image, in memory or in a file, and the progress of a pass."""
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from visionattn.cli.files import added_to, forget_unfinished, reserve_bytes, wri
 from visionattn.cli.tables import sized
 from visionattn.layout import TokenLayout
 from visionattn.models.large.band_plan import Bands, bands_of
+from visionattn.models.weights import digest_of_weights
 
 PIECE_TOKENS = 8192
 """Number of tokens per call of an MLP: its hidden layer is four times as wide."""
@@ -127,7 +127,7 @@ class PassFolder:
 
     def __init__(self, folder: Path, model: nn.Module, identity: dict[str, Any]):
         self.folder, self.path = folder, folder / STATE
-        known = {"weights": _digest(model)} | identity
+        known = {"weights": digest_of_weights(model)} | identity
         self.identity = json.dumps(known, sort_keys=True, default=str)
         found: dict[str, Any] = {"made": not folder.exists()}
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,12 +162,3 @@ class PassFolder:
         if self.made:
             with suppress(OSError):  # not empty: others use it
                 self.folder.rmdir()
-
-
-def _digest(model: nn.Module) -> str:
-    """Return a hash of the weights."""
-    found = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        found.update(name.encode())
-        found.update(value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()[:32]
