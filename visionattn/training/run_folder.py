@@ -36,7 +36,7 @@ from visionattn.cli.files import (
 )
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
-from visionattn.cli.untrusted import refuse
+from visionattn.cli.untrusted import from_json, refuse
 from visionattn.training.config import TrainConfig
 from visionattn.training.event_pictures import add_predictions
 from visionattn.training.run_progress import Result
@@ -79,8 +79,17 @@ class Origin(TypedDict, total=False):
 class Ended(TypedDict, total=False):
     """The content of ``status.json``."""
 
+    status: str
+    reason: str | None
     provenance: Origin
     result: Figures | None
+
+
+def read_status(folder: Path) -> Ended:
+    """Return the content of ``status.json``; empty if it is missing or damaged by a kill."""
+    with suppress(OSError, ValueError):
+        return from_json(Ended, (folder / STATUS).read_text(), STATUS)
+    return {}
 
 
 def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
