@@ -42,11 +42,10 @@ from visionattn.models.cost import (
 from visionattn.models.devices import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec, existing, load_model
-from visionattn.training.config import ValidateConfig
+from visionattn.training.config import ValidateConfig, parse_train
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, evaluate
 from visionattn.training.output_scores import told
 from visionattn.training.run_folder import CONFIG
-from visionattn.training.train_flags import parse_train
 from visionattn.training.training_cost import known, largest_images, largest_shape, loading_bytes
 
 COLUMNS = {

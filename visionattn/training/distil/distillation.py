@@ -26,6 +26,7 @@ from visionattn.models.conversion import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
 from visionattn.training.checkpoint import differences
+from visionattn.training.config import parse_train
 from visionattn.training.distil.distil_config import (
     STAGES,
     DistilConfig,
@@ -53,7 +54,6 @@ from visionattn.training.run_folder import (
     read_status,
 )
 from visionattn.training.run_progress import reached
-from visionattn.training.train_flags import parse_train
 
 DISTIL = "distil.yaml"
 """The configuration of a distillation, in its folder."""
