@@ -26,11 +26,11 @@ from visionattn.lab import papers, targets
 from visionattn.lab.case_comparison import (
     COLUMNS,
     MeasurementPlan,
+    build,
     cells_of,
     measure_together,
     record_of,
 )
-from visionattn.lab.case_memory import build
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compared_models import has_forms
 from visionattn.lab.compared_operations import FORMED

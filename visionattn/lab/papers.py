@@ -26,7 +26,6 @@ Print = Callable[[str], None]
 PLAN = MeasurementPlan(rounds=5, seconds=0.5, max_rounds=15)
 QUICK = MeasurementPlan(rounds=2, seconds=0.0, max_rounds=2)
 FORMS = ("direct", "efficient")
-PROCESSOR_TIME = "CPU time"
 
 PUBLISHED_HEADS = {
     4: (12060, 596, 2975, 840),
@@ -65,7 +64,6 @@ def redraw(
     show: Print,
     *,
     quick: bool = False,
-    processor_time: bool = False,
 ) -> None:
     """Measure a figure, write ``<name>.png`` and ``<name>.csv`` to ``folder``, and print its table.
 
@@ -78,16 +76,13 @@ def redraw(
         provenance: provenance for the CSV and the PNG.
         show: gets the table line by line.
         quick: measure a few small sizes.
-        processor_time: as in ``MeasurementPlan``; the CSV and the PNG say so.
     """
     records: list[Record] = []
-    if processor_time:
-        provenance = provenance | {"device": f"{provenance['device']}, {PROCESSOR_TIME}"}
     show(heading(list(COLUMNS)))
     for group in figure.cases(quick):
         has_table = figure.table is not None
         plan = QUICK if quick else figure.plan(group[0].size)
-        plan = replace(plan, memory=has_table, processor_time=processor_time)
+        plan = replace(plan, memory=has_table)
         for row in measure_together(group, plan, group[0].label if has_table else None):
             records.append(record_of(row))
             show(line(cells_of(records[-1], COLUMNS)))

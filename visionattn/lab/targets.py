@@ -12,14 +12,15 @@ from visionattn.cli.tables import Record
 from visionattn.lab.case_comparison import (
     CaseResult,
     MeasurementPlan,
+    build,
     case_bytes_kept,
+    case_peak_bytes,
     check_case,
     measure_together,
     ratios_of,
     spread,
     status_of,
 )
-from visionattn.lab.case_memory import build, case_peak_bytes
 from visionattn.lab.cases import Case
 
 COLUMNS = {name: name for name in ("what", "at", "reach", "measured", "low", "high", "met")}
