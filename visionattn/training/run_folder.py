@@ -298,7 +298,10 @@ class Record:
         forget_after(folder, step, len(history))
         if history or (folder / SUMMARY).exists():
             self._summarize(history)
-        self.options = flat(asdict(config))
+        self.options = {
+            key: str(value) if isinstance(value, list) else value
+            for key, value in flat(asdict(config)).items()
+        }
         self._events = SummaryWriter(folder, purge_step=step + 1)
         for name in config.log or ():
             self._trackers.append(TRACKERS[name](folder / f"{name}.id", config.run, self.options))
@@ -430,11 +433,11 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
 
 
 def flat(values: dict[str, Any], group: str = "") -> dict[str, Any]:
-    """Return nested options by dotted name; lists become texts."""
+    """Return nested options by dotted name, without empty groups."""
     found = {}
     for key, value in values.items():
         if isinstance(value, dict):
             found |= flat(value, f"{group}{key}.")
         else:
-            found[f"{group}{key}"] = str(value) if isinstance(value, list) else value
+            found[f"{group}{key}"] = value
     return found

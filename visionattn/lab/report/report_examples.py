@@ -3,8 +3,6 @@
 Runs with the same images, labels and names of classes share a gallery.
 """
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +20,7 @@ from visionattn.models.patches import call, takes_sizes
 from visionattn.models.pixel_classes import ious_of, painted, palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
-from visionattn.training.mistakes import SMALL_PX, address
+from visionattn.training.mistakes import SMALL_PX, address, data_url
 from visionattn.training.objectives import confusion_of
 from visionattn.training.output_scores import decided, in_words
 from visionattn.training.validate import Validation, parse_validate
@@ -214,6 +212,4 @@ def mask_address(mask: np.ndarray, spec: DataSpec) -> str:
     picture = Image.fromarray(mask)
     picture.putpalette(palette(spec))
     picture.thumbnail((MASK_PX, MASK_PX), Image.Resampling.NEAREST)
-    stream = io.BytesIO()
-    picture.save(stream, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return data_url(picture, "png", optimize=True)

@@ -21,7 +21,7 @@ from visionattn.lab.figures import number
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.training.mistakes import ByClass, read_by_class
 from visionattn.training.output_scores import ByOutput, read_by_output
-from visionattn.training.run_folder import BEST, BY_CLASS, CONFIG, METRICS, STATUS, Ended
+from visionattn.training.run_folder import BEST, BY_CLASS, CONFIG, METRICS, STATUS, Ended, flat
 
 Values = dict[str, Any]
 NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -223,17 +223,6 @@ def count_parameters(path: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
-def flatten(config: Values, prefix: str = "") -> Values:
-    """Return the values of a nested configuration by dotted name, without empty groups."""
-    flat: Values = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def same_data(run: Run) -> tuple | None:
     """Return a key that is equal for runs evaluated on the same images at the same size; None if
     the run does not name its data.
@@ -243,7 +232,7 @@ def same_data(run: Run) -> tuple | None:
     """
     if not isinstance(run.setting("data"), dict):
         return None
-    options = flatten(asdict(DataConfig())) | flatten(run.config["data"])
+    options = flat(asdict(DataConfig())) | flat(run.config["data"])
     options["root"] = options["root"] and os.path.normpath(str(options["root"]))
     kept = {key: value for key, value in options.items() if key not in OF_TRAINING}
     kept = {key: value for key, value in kept.items() if key.partition(".")[0] not in OF_TRAINING}
