@@ -7,7 +7,7 @@ The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that read
 import argparse
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import cleandoc
 from itertools import product
@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 import torch
 
 from visionattn.cli.commands import program, typed
-from visionattn.cli.files import check_free, write_text, write_whole
+from visionattn.cli.files import check_free, write_whole
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.provenance import provenance_of, summary
-from visionattn.cli.tables import Record, csv_text, heading, line
+from visionattn.cli.tables import Record
 from visionattn.data.option_ranges import check_least, check_workers
 from visionattn.lab import papers, targets
 from visionattn.lab.case_comparison import (
     COLUMNS,
     MeasurementPlan,
     build,
-    cells_of,
     measure_together,
     record_of,
+    tell,
 )
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compared_models import has_forms
@@ -138,19 +138,6 @@ class BenchmarkOptions:
         """Measure the work that ``prepare`` returned; ``show`` gets the table line by line."""
         raise NotImplementedError
 
-    def tell(
-        self, rows: Iterable[Record], columns: Mapping[str, str], provenance: Record, show: Print
-    ) -> list[Record]:
-        """Print each row when ready under the headings of ``columns``, and write the CSV."""
-        records = []
-        show(heading(list(columns)))
-        for record in rows:
-            show(line(cells_of(record, columns)))
-            records.append(record)
-        if self.csv:
-            write_text(self.csv, csv_text(records, provenance))
-        return records
-
 
 @dataclass
 class CaseOptions(BenchmarkOptions):
@@ -241,7 +228,7 @@ class CaseOptions(BenchmarkOptions):
             for cases in groups
             for row in measure_together(cases, plan, self.baseline_of(cases))
         )
-        records = self.tell(rows, COLUMNS, provenance, show)
+        records = tell(rows, COLUMNS, provenance, show, self.csv)
         if self.plot:
             from visionattn.lab.charts import png
             from visionattn.lab.figures import sizes_of
@@ -325,7 +312,7 @@ class TargetOptions(BenchmarkOptions):
 
     def run(self, chosen: Sequence[targets.Target], provenance: Record, show: Print) -> None:
         """Measure the targets and print each when ready."""
-        self.tell(targets.measure_targets(chosen), targets.COLUMNS, provenance, show)
+        tell(targets.measure_targets(chosen), targets.COLUMNS, provenance, show, self.csv)
 
 
 @dataclass
@@ -406,7 +393,7 @@ class LoaderOptions(BenchmarkOptions):
 
         show(f"{loader_benchmark.COUNTED}\n")
         rows = loader_benchmark.measure_loaders(cases, rounds=self.rounds, seconds=self.seconds)
-        self.tell(rows, loader_benchmark.COLUMNS, provenance, show)
+        tell(rows, loader_benchmark.COLUMNS, provenance, show, self.csv)
 
 
 COMMANDS: dict[str, type[BenchmarkOptions]] = {

@@ -3,17 +3,19 @@ interleaved run.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from visionattn.cli.exit_codes import Failed, is_out_of_memory
+from visionattn.cli.files import write_text
 from visionattn.cli.fresh_process import ask
-from visionattn.cli.tables import Record, duration, mebibytes
+from visionattn.cli.tables import Record, csv_text, duration, heading, line, mebibytes
 from visionattn.lab.cases import Case, Work
 from visionattn.lab.charts import short
 from visionattn.lab.compared_models import build_network, check_network
@@ -227,6 +229,26 @@ def record_of(row: CaseResult) -> Record:
     record |= {"rounds": len(row.samples) or None, "baseline": row.baseline}
     record |= spread("ratio", row.ratios)
     return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
+
+
+def tell(
+    rows: Iterable[Record],
+    columns: Mapping[str, str],
+    provenance: Record,
+    show: Callable[[str], None],
+    csv: str | Path | None = None,
+) -> list[Record]:
+    """Print each row when ready under the headings of ``columns``, and return all rows. Write the
+    rows so far to ``csv`` after each row, so that a stopped run keeps its measurements.
+    """
+    records: list[Record] = []
+    show(heading(list(columns)))
+    for record in rows:
+        records.append(record)
+        show(line(cells_of(record, columns)))
+        if csv:
+            write_text(csv, csv_text(records, provenance))
+    return records
 
 
 def cells_of(record: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:

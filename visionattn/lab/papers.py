@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from visionattn.cli.files import write_text, write_whole
+from visionattn.cli.files import write_whole
 from visionattn.cli.provenance import summary
-from visionattn.cli.tables import Record, csv_text, heading, line, markdown
+from visionattn.cli.tables import Record, markdown
 from visionattn.lab.case_comparison import (
     COLUMNS,
     MeasurementPlan,
-    cells_of,
     measure_together,
     record_of,
+    tell,
 )
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Mark, Series, SeriesStyle, png
@@ -67,8 +67,6 @@ def redraw(
 ) -> None:
     """Measure a figure, write ``<name>.png`` and ``<name>.csv`` to ``folder``, and print its table.
 
-    The CSV is written after each size, so a stopped run keeps its measurements.
-
     Args:
         figure: the figure.
         folder: an existing folder.
@@ -77,16 +75,15 @@ def redraw(
         show: gets the table line by line.
         quick: measure a few small sizes.
     """
-    records: list[Record] = []
-    show(heading(list(COLUMNS)))
-    for group in figure.cases(quick):
-        has_table = figure.table is not None
-        plan = QUICK if quick else figure.plan(group[0].size)
-        plan = replace(plan, memory=has_table)
-        for row in measure_together(group, plan, group[0].label if has_table else None):
-            records.append(record_of(row))
-            show(line(cells_of(records[-1], COLUMNS)))
-        write_text(folder / f"{name}.csv", csv_text(records, provenance))
+    has_table = figure.table is not None
+
+    def rows() -> Iterator[Record]:
+        for group in figure.cases(quick):
+            plan = replace(QUICK if quick else figure.plan(group[0].size), memory=has_table)
+            baseline = group[0].label if has_table else None
+            yield from map(record_of, measure_together(group, plan, baseline))
+
+    records = tell(rows(), COLUMNS, provenance, show, folder / f"{name}.csv")
     if figure.table is not None:
         show("\n" + markdown(figure.table(records)))
     draw(folder / f"{name}.png", figure.title, figure.charts(records), provenance)
