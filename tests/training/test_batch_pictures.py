@@ -12,14 +12,13 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import DataSpec
 from visionattn.training import checkpoint, engine
-from visionattn.training.batch_pictures import (
-    first_batches,
+from visionattn.training.engine import first_batches, train
+from visionattn.training.picture_sheet import (
     named,
     training_changes,
     unprepared,
+    visible,
 )
-from visionattn.training.engine import train
-from visionattn.training.picture_sheet import visible
 
 
 def seen_in_training(config, monkeypatch):

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -26,13 +27,20 @@ from visionattn.cli.exit_codes import (
     is_out_of_memory,
     tell,
 )
-from visionattn.cli.files import first_line
+from visionattn.cli.files import check_free, first_line, write_whole
 from visionattn.cli.interruption import GRACE, Interrupted, Interruption
 from visionattn.cli.provenance import provenance
+from visionattn.data.batches import seed_batch
 from visionattn.data.geometry import geometry_of
 from visionattn.data.kept_features import PatchSamples
 from visionattn.data.mask_files import check_mask_sizes, check_trained
-from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
+from visionattn.data.splits import (
+    Splits,
+    build_splits,
+    check_root,
+    geometry_choices,
+    training_geometry,
+)
 from visionattn.model_config import VECTOR_TASKS, ModelConfig
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
@@ -51,6 +59,15 @@ from visionattn.training.fold_summary import summarise_folds
 from visionattn.training.freezing import freeze
 from visionattn.training.head_training import HeadFiles, PatchClasses, prepare_maps
 from visionattn.training.objectives import Objective
+from visionattn.training.picture_sheet import (
+    SheetPart,
+    draw_sheet,
+    first_of,
+    sheet_part,
+    training_changes,
+    truth_of,
+    unprepared,
+)
 from visionattn.training.run_folder import (
     BEST,
     LAST,
@@ -158,7 +175,7 @@ def train(
     if config.show_batch is not None:
         raise ValueError(
             "show_batch does not train; use `visionattn train --show-batch`, or "
-            "visionattn.training.batch_pictures.show_batch(config)"
+            "visionattn.training.engine.show_batch(config)"
         )
     processes.together(lambda: choose_kind(config, processes.size))
     processes.per_image = ranks_per_image(config, processes.size)
@@ -199,6 +216,60 @@ def train(
             if fresh:
                 folder.rmdir()
         raise
+
+
+def show_batch(config: TrainConfig) -> str:
+    """Draw the first batches of a run to the file ``config.show_batch``, and return its summary
+    line. The batches are made as in a run, but no file of a run is written.
+
+    Raises:
+        ValueError, FileNotFoundError: wrong configuration, data or file. One line; nothing is
+            written.
+        OSError: the file cannot be written.
+    """
+    check(config)
+    check_root(config.data)
+    path = Path(config.show_batch or "")
+    check_free(path, config.overwrite)
+    parts = first_batches(config)
+    sheet = draw_sheet(parts)
+    write_whole(path, lambda place: sheet.save(place, format="PNG"))
+    masked = config.data.task == "segmentation"
+    what = " and ".join(f"{len(part.pictures) // (1 + masked)} {part.title}" for part in parts)
+    seen = "images with their masks" if masked else "images"
+    return f"{path}: {what} {seen} as the model sees them; nothing was trained"
+
+
+def first_batches(config: TrainConfig) -> list[SheetPart]:
+    """Return the first pictures of training, augmented and mixed as configured, and of validation.
+
+    Raises:
+        ValueError, FileNotFoundError: the configuration or the data are wrong.
+    """
+    data = config.data
+    # Images do not depend on the number of loader processes, except in a stream.
+    if not (data.root or "").startswith("wds/"):
+        data = replace(data, workers=0)
+    config = replace(config, data=data, parallel=None)
+    trainer, *_ = build(config, None, False, Processes(), torch.device("cpu"))
+    training = []
+    for number, batch, names in first_of(trainer.batches, "training"):
+        images, classes = batch.images, truth_of(trainer.spec, batch)
+        if trainer.mix is not None:
+            seed_batch(config.seed, 0, number)
+            inputs, classes = trainer.inputs(batch)
+            images = unprepared(trainer.spec, inputs)
+        training.append((images, classes, batch.sizes, names))
+    validation = [
+        (batch.images, truth_of(trainer.spec, batch), batch.sizes, names)
+        for _, batch, names in first_of(trainer.validation, "validation")
+    ]
+    seen, whole = training_geometry(trainer.spec, data), trainer.geometry
+    of = trainer.model, trainer.splits
+    return [
+        sheet_part("training", *of, training, seen, changes=training_changes(config)),
+        sheet_part("validation", *of, validation, whole, changes="not augmented"),
+    ]
 
 
 @contextmanager

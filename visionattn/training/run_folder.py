@@ -38,7 +38,7 @@ from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
 from visionattn.cli.untrusted import from_json, refuse
 from visionattn.training.config import TrainConfig
-from visionattn.training.event_pictures import add_predictions
+from visionattn.training.picture_sheet import add_predictions
 from visionattn.training.run_progress import Result
 from visionattn.training.trackers import TRACKERS, Mlflow, Wandb
 
@@ -358,7 +358,7 @@ class Record:
                 tracker.log(numbers, numbers["step"])
 
     def predictions(self, split: str, step: int, *found: Any) -> None:
-        """Write the predictions of a split to TensorBoard: ``event_pictures.add_predictions``."""
+        """Write the predictions of a split to TensorBoard: ``picture_sheet.add_predictions``."""
         if self._events:
             add_predictions(self._events, split, step, *found)
 
