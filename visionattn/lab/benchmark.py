@@ -175,7 +175,7 @@ class CaseOptions(BenchmarkOptions):
         return [self.csv, self.plot]
 
     def cases(self) -> list[Case]:
-        """Return the cases in the order of the options."""
+        """Check sizes, and return the cases in the order of the options."""
         raise NotImplementedError
 
     def baseline_of(self, cases: Sequence[Case]) -> str:
@@ -257,7 +257,9 @@ class OperationOptions(CaseOptions):
     """Horizon R of the relative position; 0: a single class."""
 
     def cases(self) -> list[Case]:
-        """Return the cases in the order of the options."""
+        """Check sizes, and return the cases in the order of the options."""
+        check_least(1, tokens=self.tokens, width=self.width, heads=self.heads)
+        check_least(0, horizon=self.horizon)
         how = dict(backward=self.backward, batch=self.batch, heads=self.heads)
         how["horizon"] = self.horizon
         return [
@@ -265,12 +267,6 @@ class OperationOptions(CaseOptions):
             for dtype, width, size, name in product(self.dtype, self.width, self.tokens, self.names)
             for form in ((self.form or ["efficient"]) if name.split("+")[0] in FORMED else ["auto"])
         ]
-
-    def prepare(self) -> list[list[Case]]:
-        """Also check sizes."""
-        check_least(1, tokens=self.tokens, width=self.width, heads=self.heads)
-        check_least(0, horizon=self.horizon)
-        return super().prepare()
 
 
 @dataclass
@@ -284,17 +280,13 @@ class ModelOptions(CaseOptions):
     """Image sizes (height and width) in pixels."""
 
     def cases(self) -> list[Case]:
-        """Return the cases in the order of the options."""
+        """Check sizes, and return the cases in the order of the options."""
+        check_least(1, img_size=self.img_size)
         return [
             Case("model", name, px, None, form, dtype, self.backward, self.batch)
             for dtype, px, name in product(self.dtype, self.img_size, self.names)
             for form in ((self.form or ["auto"]) if has_forms(name) else ["auto"])
         ]
-
-    def prepare(self) -> list[list[Case]]:
-        """Also check sizes."""
-        check_least(1, img_size=self.img_size)
-        return super().prepare()
 
 
 @dataclass
