@@ -19,9 +19,8 @@ from visionattn.cli.tables import Record
 from visionattn.lab import compared_models
 from visionattn.lab.accuracy import beyond_eager, errors_of
 from visionattn.lab.cases import Case
-from visionattn.lab.gpu.gpu_operations import Bench
+from visionattn.lab.gpu.gpu_operations import Bench, Call, fresh_memory, in_words, seconds_of
 from visionattn.lab.gpu.gpu_rows import GpuRow
-from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, seconds_of
 from visionattn.lab.measure import peak_bytes
 from visionattn.lab.model_step import ModelStep
 from visionattn.models.devices import autocast

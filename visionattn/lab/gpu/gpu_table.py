@@ -22,9 +22,15 @@ from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record
 from visionattn.lab.case_comparison import tell
 from visionattn.lab.gpu.gpu_models import measure_model
-from visionattn.lab.gpu.gpu_operations import Bench, measure_operation
+from visionattn.lab.gpu.gpu_operations import (
+    Bench,
+    Ceilings,
+    in_words,
+    is_broken,
+    measure_operation,
+    pick_gpu,
+)
 from visionattn.lab.gpu.gpu_rows import MOST, GpuRow, chosen
-from visionattn.lab.gpu.gpu_timing import Ceilings, in_words, is_broken, pick_gpu
 
 Print = Callable[[str], None]
 TIMES = ("seconds", "floor_seconds", "sdpa_seconds", "flash_seconds", "eager_seconds")
