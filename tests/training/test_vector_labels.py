@@ -24,9 +24,9 @@ from visionattn.command import main
 from visionattn.data.splits import build_splits
 from visionattn.models.weights import DataSpec, load_model, read_spec
 from visionattn.training import engine
-from visionattn.training.class_weights import with_class_weights
 from visionattn.training.config import LossConfig, TrainConfig, check
 from visionattn.training.distributed import joined
+from visionattn.training.label_statistics import with_class_weights
 from visionattn.training.losses import label_losses
 from visionattn.training.output_scores import read_by_output, scores_of
 

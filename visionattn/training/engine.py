@@ -46,7 +46,6 @@ from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.cost import Expected
 from visionattn.training.checkpoint import States, recall_best, started_model
-from visionattn.training.class_weights import with_class_weights
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import (
     Processes,
@@ -58,6 +57,7 @@ from visionattn.training.distributed import (
 from visionattn.training.fold_summary import summarise_folds
 from visionattn.training.freezing import freeze
 from visionattn.training.head_training import HeadFiles, PatchClasses, prepare_maps
+from visionattn.training.label_statistics import with_class_weights, with_targets
 from visionattn.training.objectives import Objective
 from visionattn.training.picture_sheet import (
     SheetPart,
@@ -80,7 +80,6 @@ from visionattn.training.run_folder import (
 from visionattn.training.run_progress import Result
 from visionattn.training.trainer import Trainer
 from visionattn.training.training_cost import TrainingMemory, check_memory, forecast, with_batch
-from visionattn.training.vector_labels import with_targets
 
 
 @dataclass(frozen=True)
