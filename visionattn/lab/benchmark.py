@@ -4,7 +4,6 @@ measurement, which prints a table and writes files.
 The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that reads configurations.
 """
 
-import argparse
 import contextlib
 import textwrap
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from inspect import cleandoc
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -55,7 +54,8 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     """
     name, *words = argv or ("",)
     if name in ("-h", "--help"):
-        show_commands()
+        show(commands())
+        return
     if name == "gpu":
         benchmark_gpu(words, show)
         return
@@ -80,8 +80,8 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         torch.set_num_threads(before)
 
 
-def show_commands() -> NoReturn:
-    """Print the list of commands and exit."""
+def commands() -> str:
+    """Return the text of ``visionattn benchmark --help``."""
     about = {name: command.__doc__ or "" for name, command in COMMANDS.items()}
     about["gpu"] = (
         "Kernels and models on an NVIDIA GPU, compared with the rates of that GPU; takes minutes."
@@ -91,14 +91,10 @@ def show_commands() -> NoReturn:
                       subsequent_indent=" " * 14)
         for name, text in about.items()
     ]  # fmt: skip
-    argparse.ArgumentParser(
-        prog=program("benchmark"),
-        usage=f"{program('benchmark')} COMMAND ...",
-        description="\n".join(["COMMAND --help lists the options of a command.", "", *lines]),
-        epilog=f"example:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(["--help"])
-    raise AssertionError("--help exits")
+    example = typed("benchmark", "operations", *OperationOptions.example.split())
+    head = [f"usage: {program('benchmark')} COMMAND ...", ""]
+    head += ["COMMAND --help lists the options of a command.", ""]
+    return "\n".join([*head, *lines, "", "example:", f"  {example}"])
 
 
 @dataclass
