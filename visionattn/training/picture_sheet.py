@@ -294,7 +294,7 @@ def with_outputs(example: Example, spec: DataSpec) -> SheetPicture:
         lines = [in_words(spec, each) for each in labels]
     else:
         said = int(output.argmax())
-        lines = [names[int(label)], f"{names[said]}, {output.softmax(0)[said]:.0%}"]
+        lines = [in_words(spec, label.numpy()), f"{names[said]}, {output.softmax(0)[said]:.0%}"]
     captions = f"true: {lines[0]}", f"predicted: {lines[1]}"
     return SheetPicture(visible(example.image), tuple(example.image.shape[1:]), captions)
 

@@ -125,7 +125,7 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
         px = MASK_PX if masked else LARGEST_PX
         examples = [
             ReportExample(address(item.pixels, (px, px)),
-                    "" if masked else labelled(spec, label),
+                    "" if masked else in_words(spec, label),
                     mask_address(label, spec) if masked else None)
             for item, label in zip(items, labels, strict=True)
         ]  # fmt: skip
@@ -198,13 +198,6 @@ def judged(validation: Validation, item: Item, run: str) -> Said:
     ious = ious_of(table.numpy())
     mean = float(np.mean(ious[np.isfinite(ious)])) if np.isfinite(ious).any() else float("nan")
     return Said(run, "", mean, True, mask_address(found, spec))
-
-
-def labelled(spec: DataSpec, label: np.ndarray) -> str:
-    """Return the class, the classes or the values of an image as text."""
-    if spec.task in VECTOR_TASKS:
-        return in_words(spec, label)
-    return spec.output_names[int(label)]
 
 
 def mask_address(mask: np.ndarray, spec: DataSpec) -> str:
