@@ -59,6 +59,7 @@ from visionattn.training.freezing import freeze
 from visionattn.training.head_training import HeadFiles, PatchClasses, prepare_maps
 from visionattn.training.label_statistics import with_class_weights, with_targets
 from visionattn.training.objectives import Objective
+from visionattn.training.optimize import mix_batch
 from visionattn.training.picture_sheet import (
     SheetPart,
     draw_sheet,
@@ -66,7 +67,6 @@ from visionattn.training.picture_sheet import (
     sheet_part,
     training_changes,
     truth_of,
-    unprepared,
 )
 from visionattn.training.run_folder import (
     BEST,
@@ -256,8 +256,9 @@ def first_batches(config: TrainConfig) -> list[SheetPart]:
         images, classes = batch.images, truth_of(trainer.spec, batch)
         if trainer.mix is not None:
             seed_batch(config.seed, 0, number)
-            inputs, classes = trainer.inputs(batch)
-            images = unprepared(trainer.spec, inputs)
+            # Values are prepared linearly, so mixing them before gives the mixed input.
+            images = images / 255 if images.dtype == torch.uint8 else images.clone()
+            images, classes = mix_batch(trainer.mix, images, batch.labels)
         training.append((images, classes, batch.sizes, names))
     validation = [
         (batch.images, truth_of(trainer.spec, batch), batch.sizes, names)

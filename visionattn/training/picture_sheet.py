@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from einops import rearrange
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
@@ -120,16 +119,6 @@ def with_names(batches: Any) -> Iterator[tuple[Batch, list[str]]]:
     name = getattr(batches.dataset, "name", lambda _: "")
     for batch, numbers in batches.numbered():
         yield batch, [Path(name(number)).name for number in numbers]
-
-
-def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
-    """Invert ``DataSpec.prepare``: return the images of inputs ``[B, C, H, W]``, float32 in [0, 1];
-    one-hot gray levels become ``[B, 1, H, W]``.
-    """
-    if spec.encoding == "grey_one_hot":
-        return torch.einsum("bchw,c->bhw", inputs, torch.linspace(0, 1, 256))[:, None]
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (spec.mean, spec.std))
-    return (inputs * std + mean).clamp(0, 1)
 
 
 def sheet_part(
