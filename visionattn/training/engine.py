@@ -5,7 +5,6 @@ weights.
 steps.
 """
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 import torch
+from timm.utils import random_seed
 from torch import nn
 
 from visionattn.cli.exit_codes import (
@@ -322,7 +321,7 @@ def build(
     def prepared() -> Prepared:
         if config.threads:
             torch.set_num_threads(config.threads)
-        seed_everything(config.seed)
+        random_seed(config.seed % 2**32)  # numpy takes 32 bits
         made = prepare(config, device, resumed=resumed, first=processes.first)
         kind = choose_kind(replace(config, batch_size="auto"), processes.size)
         check_model(made.model, made.built.name, processes.size, kind)
@@ -452,10 +451,3 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
                 f"a data loader process died{place_of(error)}: {said}; {states.kept()}"
             ) from error
         raise
-
-
-def seed_everything(seed: int) -> None:
-    """Seed all global random generators, which weights, dropout and mixing use."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
