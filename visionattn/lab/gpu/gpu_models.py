@@ -59,12 +59,6 @@ def compiled(model: nn.Module, case: Case, bench: Bench) -> nn.Module:
     return model
 
 
-def infer(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the logits of the images."""
-    with torch.inference_mode():
-        return model(images)
-
-
 def gradients_of(model: nn.Module, images: Tensor, upstream: Tensor, amp: str) -> dict[str, Tensor]:
     """Return the gradients of all parameters, given the gradient ``upstream [B, N, D]`` of the
     features.
@@ -135,9 +129,7 @@ def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -
     the model ``name``.
     """
     model = compiled(make_model(case, bench, name), case, bench)
-    if not case.update:
-        return partial(infer, model, images)
-    how = dict(backward=True, update=True, optim=OptimConfig(lr=1e-5))
+    how = dict(backward=case.update, update=case.update, optim=OptimConfig(lr=1e-5))
     step = ModelStep(model, bench.device, case.amp, **how)
     step.place(images)
     return step.run
