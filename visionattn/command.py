@@ -25,12 +25,11 @@ Say = Callable[[str], None]
 def train(argv: Words, say: Say) -> None:
     """Train a model; under ``torchrun``, together with its other processes."""
     from visionattn.cli.exit_codes import Stopped
-    from visionattn.training.batch_pictures import show_batch
+    from visionattn.training.config import parse_train
     from visionattn.training.distributed import joined
-    from visionattn.training.engine import train
+    from visionattn.training.engine import show_batch, train
     from visionattn.training.run_folder import how_to_resume
     from visionattn.training.run_progress import report
-    from visionattn.training.train_flags import parse_train
 
     with joined() as processes:
         config = processes.together(lambda: parse_train(argv))

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.command import main
 from visionattn.models.weights import load_model
-from visionattn.training.train_flags import parse_train
+from visionattn.training.config import parse_train
 
 tifffile = pytest.importorskip("tifffile")
 

@@ -18,8 +18,7 @@ from torch.distributed.run import get_args_parser
 from tests.helpers.tools import load_tool
 from visionattn.cli.shipped_configs import find_config
 from visionattn.command import SUBCOMMANDS, main
-from visionattn.training.config import check
-from visionattn.training.train_flags import parse_train
+from visionattn.training.config import check, parse_train
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -17,12 +17,13 @@ from visionattn.lab.accuracy import disagreement
 from visionattn.lab.case_comparison import (
     CaseResult,
     MeasurementPlan,
+    build,
+    case_peak_bytes,
     check_case,
     measure_together,
     ratios_of,
     spread,
 )
-from visionattn.lab.case_memory import build, case_peak_bytes
 from visionattn.lab.cases import Case
 from visionattn.lab.compared_models import (
     build_model,

@@ -17,10 +17,9 @@ from tests.helpers.tools import load_tool, words
 from visionattn.cli.files import add_line, read_lines
 from visionattn.lab.gpu import gpu_operations, gpu_phases, gpu_table, launch_tuning
 from visionattn.lab.gpu.gpu_models import check_model, make_images
-from visionattn.lab.gpu.gpu_operations import Bench
+from visionattn.lab.gpu.gpu_operations import Bench, Ceilings
 from visionattn.lab.gpu.gpu_phases import MOST_LINES, summary
 from visionattn.lab.gpu.gpu_rows import all_rows, chosen, model, operation, small_case
-from visionattn.lab.gpu.gpu_timing import Ceilings
 from visionattn.ops.gpu.launch import launching_with
 
 ROOT = Path(__file__).parents[2]

@@ -12,14 +12,12 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import DataSpec
 from visionattn.training import checkpoint, engine
-from visionattn.training.batch_pictures import (
-    first_batches,
+from visionattn.training.engine import first_batches, train
+from visionattn.training.picture_sheet import (
     named,
     training_changes,
-    unprepared,
+    visible,
 )
-from visionattn.training.engine import train
-from visionattn.training.picture_sheet import visible
 
 
 def seen_in_training(config, monkeypatch):
@@ -84,19 +82,6 @@ def test_names_of_mixtures_have_the_larger_share_first_whatever_the_smoothing():
     assert named(SPEC, torch.tensor([0.0004, 0, 0, 0.9996])) == "sw"
     plain = DataSpec(1, 4, (), (0.3,), (0.2,), None, 16)
     assert named(plain, torch.tensor([0.0, 0, 0.0, 1])) == "3"
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        DataSpec(2, 4, (), (0.3, 0.1), (0.2, 0.4), None, 16),
-        DataSpec(256, 4, (), (), (), "grey_one_hot", 16),
-    ],
-)
-def test_inputs_are_turned_back_into_images(spec):
-    images = torch.randint(0, 256, (3, 1 if spec.encoding else 2, 5, 7), dtype=torch.uint8)
-    back = unprepared(spec, spec.prepare(images))
-    torch.testing.assert_close(back, images / 255)
 
 
 @pytest.mark.parametrize(("bands", "shown"), [(1, [0, 0, 0]), (2, [0, 0, 0]), (5, [0, 1, 2])])

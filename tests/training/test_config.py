@@ -10,9 +10,8 @@ import yaml
 from visionattn.cli.exit_codes import run_tool
 from visionattn.cli.parsing import field_types, parse, way_out
 from visionattn.data.data_config import DataConfig
-from visionattn.training.config import OptimConfig, TrainConfig, check
+from visionattn.training.config import OptimConfig, TrainConfig, check, parse_train
 from visionattn.training.distil.distil_config import parse_distil
-from visionattn.training.train_flags import parse_train
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 DISTILLATIONS = [path for path in CONFIGS if path.stem.startswith("distil_")]

@@ -21,12 +21,19 @@ from visionattn.data.batches import SampleKey
 from visionattn.data.splits import build_splits
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec, load_model
-from visionattn.training import event_pictures
+from visionattn.training import picture_sheet
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.evaluate import MASKED_EXAMPLES, Example, Tally, evaluate
-from visionattn.training.event_pictures import draw_examples, with_masks, with_outputs
 from visionattn.training.objectives import Judged
-from visionattn.training.picture_sheet import BLUE, CELL_PX, HEAD_PX, draw_confusion
+from visionattn.training.picture_sheet import (
+    BLUE,
+    CELL_PX,
+    HEAD_PX,
+    draw_confusion,
+    draw_examples,
+    with_masks,
+    with_outputs,
+)
 from visionattn.training.run_folder import clear
 from visionattn.training.trainer import Trainer
 
@@ -155,9 +162,9 @@ def test_the_confusion_of_pixels_is_scikit_learns():
 def test_the_confusion_of_images_is_scikit_learns(monkeypatch):
     rng, drawn = np.random.default_rng(1), []
     rows = np.column_stack([*rng.integers(0, 4, (2, 83)), *rng.normal(size=(3, 83))])
-    monkeypatch.setattr(event_pictures, "draw_confusion", lambda found, _: drawn.append(found))
+    monkeypatch.setattr(picture_sheet, "draw_confusion", lambda found, _: drawn.append(found))
     found = Tally(), rows, np.full((83, 4), 0.25)
-    event_pictures.add_predictions(mock.Mock(), "test", 7, SPEC, *found)
+    picture_sheet.add_predictions(mock.Mock(), "test", 7, SPEC, *found)
     np.testing.assert_array_equal(drawn[0], confusion_matrix(rows[:, 0], rows[:, 1]))
 
 

@@ -18,11 +18,10 @@ from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import build_splits, train_batches
 from visionattn.models.segmentation import IGNORED
 from visionattn.training import checkpoint
-from visionattn.training.class_weights import with_class_weights
-from visionattn.training.config import LossConfig, OptimConfig, TrainConfig, check
+from visionattn.training.config import LossConfig, OptimConfig, TrainConfig, check, parse_train
+from visionattn.training.label_statistics import with_class_weights
 from visionattn.training.losses import class_losses, dice_losses, pixel_losses
 from visionattn.training.objectives import Objective, PixelClasses
-from visionattn.training.train_flags import parse_train
 
 COUNTS = {"bird": 21, "cat": 3, "dog 2": 11}
 WEIGHTS = [0.3, 2.0, 1.0, 0.7]

@@ -33,9 +33,9 @@ from visionattn.models import from_softmax
 from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import DataSpec, load_model, read_safetensors
 from visionattn.training import engine
+from visionattn.training.config import parse_train
 from visionattn.training.distil.distil_config import DistilConfig, parse_distil
 from visionattn.training.model_card import _distilled, command_of
-from visionattn.training.train_flags import parse_train
 
 NATIVE = DataSpec(2, 3, ("a", "b b", 'c"\n'), (0.3, 0.4), (0.2, 0.1), None, None, "native", 60)
 NATIVE = replace(NATIVE, bands=(2, 5), value_range=(-3.0, 700.0), page=2)

@@ -23,10 +23,10 @@ from visionattn.cli.exit_codes import Stopped, run_tool
 from visionattn.command import main
 from visionattn.data.splits import build_splits
 from visionattn.models.weights import DataSpec, load_model, read_spec
-from visionattn.training import batch_pictures, engine
-from visionattn.training.class_weights import with_class_weights
+from visionattn.training import engine
 from visionattn.training.config import LossConfig, TrainConfig, check
 from visionattn.training.distributed import joined
+from visionattn.training.label_statistics import with_class_weights
 from visionattn.training.losses import label_losses
 from visionattn.training.output_scores import read_by_output, scores_of
 
@@ -331,12 +331,10 @@ def test_the_report_names_every_output(runs, tmp_path, capsys, task, plots):
     assert "no images, since" not in text and text.count('aria-label="light') == plots
 
 
-def test_show_batch_names_the_labels(images, tmp_path, monkeypatch):
-    captions = []
-    monkeypatch.setattr(batch_pictures, "draw_sheet", lambda parts: captions.extend(parts))
+def test_show_batch_names_the_labels(images, tmp_path):
     for task, wanted in (("multilabel", "nw; se"), ("regression", "10")):
         config = config_of(images, tmp_path, task)
-        for part in batch_pictures.first_batches(config):
+        for part in engine.first_batches(config):
             names = [picture.captions[0] for picture in part.pictures]
             assert any(wanted in name for name in names), names
 

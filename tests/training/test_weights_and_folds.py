@@ -24,12 +24,11 @@ from tests.helpers.tools import read_csv
 from visionattn.cli.exit_codes import Stopped, run_tool
 from visionattn.command import run
 from visionattn.data.splits import build_splits, train_batches
-from visionattn.training.config import LossConfig, OptimConfig
+from visionattn.training.config import LossConfig, OptimConfig, parse_train
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.losses import dice_losses, pixel_losses
 from visionattn.training.objectives import PixelClasses
-from visionattn.training.train_flags import parse_train
 from visionattn.training.validate import parse_validate
 
 COUNTS = {"bird": 9, "cat": 6, "dog 2": 12}

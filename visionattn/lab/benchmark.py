@@ -4,33 +4,32 @@ measurement, which prints a table and writes files.
 The command ``gpu`` is in ``gpu/gpu_table.py``, which needs no library that reads configurations.
 """
 
-import argparse
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import cleandoc
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from visionattn.cli.commands import program, typed
-from visionattn.cli.files import check_free, write_text, write_whole
+from visionattn.cli.files import check_free, write_whole
 from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.provenance import provenance_of, summary
-from visionattn.cli.tables import Record, csv_text, heading, line
+from visionattn.cli.tables import Record
 from visionattn.data.option_ranges import check_least, check_workers
 from visionattn.lab import papers, targets
 from visionattn.lab.case_comparison import (
     COLUMNS,
     MeasurementPlan,
-    cells_of,
+    build,
     measure_together,
     record_of,
+    tell,
 )
-from visionattn.lab.case_memory import build
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compared_models import has_forms
 from visionattn.lab.compared_operations import FORMED
@@ -55,7 +54,8 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     """
     name, *words = argv or ("",)
     if name in ("-h", "--help"):
-        show_commands()
+        show(commands())
+        return
     if name == "gpu":
         benchmark_gpu(words, show)
         return
@@ -80,8 +80,8 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
         torch.set_num_threads(before)
 
 
-def show_commands() -> NoReturn:
-    """Print the list of commands and exit."""
+def commands() -> str:
+    """Return the text of ``visionattn benchmark --help``."""
     about = {name: command.__doc__ or "" for name, command in COMMANDS.items()}
     about["gpu"] = (
         "Kernels and models on an NVIDIA GPU, compared with the rates of that GPU; takes minutes."
@@ -91,14 +91,10 @@ def show_commands() -> NoReturn:
                       subsequent_indent=" " * 14)
         for name, text in about.items()
     ]  # fmt: skip
-    argparse.ArgumentParser(
-        prog=program("benchmark"),
-        usage=f"{program('benchmark')} COMMAND ...",
-        description="\n".join(["COMMAND --help lists the options of a command.", "", *lines]),
-        epilog=f"example:\n  {typed('benchmark', 'operations', *OperationOptions.example.split())}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(["--help"])
-    raise AssertionError("--help exits")
+    example = typed("benchmark", "operations", *OperationOptions.example.split())
+    head = [f"usage: {program('benchmark')} COMMAND ...", ""]
+    head += ["COMMAND --help lists the options of a command.", ""]
+    return "\n".join([*head, *lines, "", "example:", f"  {example}"])
 
 
 @dataclass
@@ -138,19 +134,6 @@ class BenchmarkOptions:
         """Measure the work that ``prepare`` returned; ``show`` gets the table line by line."""
         raise NotImplementedError
 
-    def tell(
-        self, rows: Iterable[Record], columns: Mapping[str, str], provenance: Record, show: Print
-    ) -> list[Record]:
-        """Print each row when ready under the headings of ``columns``, and write the CSV."""
-        records = []
-        show(heading(list(columns)))
-        for record in rows:
-            show(line(cells_of(record, columns)))
-            records.append(record)
-        if self.csv:
-            write_text(self.csv, csv_text(records, provenance))
-        return records
-
 
 @dataclass
 class CaseOptions(BenchmarkOptions):
@@ -188,7 +171,7 @@ class CaseOptions(BenchmarkOptions):
         return [self.csv, self.plot]
 
     def cases(self) -> list[Case]:
-        """Return the cases in the order of the options."""
+        """Check sizes, and return the cases in the order of the options."""
         raise NotImplementedError
 
     def baseline_of(self, cases: Sequence[Case]) -> str:
@@ -241,7 +224,7 @@ class CaseOptions(BenchmarkOptions):
             for cases in groups
             for row in measure_together(cases, plan, self.baseline_of(cases))
         )
-        records = self.tell(rows, COLUMNS, provenance, show)
+        records = tell(rows, COLUMNS, provenance, show, self.csv)
         if self.plot:
             from visionattn.lab.charts import png
             from visionattn.lab.figures import sizes_of
@@ -270,7 +253,9 @@ class OperationOptions(CaseOptions):
     """Horizon R of the relative position; 0: a single class."""
 
     def cases(self) -> list[Case]:
-        """Return the cases in the order of the options."""
+        """Check sizes, and return the cases in the order of the options."""
+        check_least(1, tokens=self.tokens, width=self.width, heads=self.heads)
+        check_least(0, horizon=self.horizon)
         how = dict(backward=self.backward, batch=self.batch, heads=self.heads)
         how["horizon"] = self.horizon
         return [
@@ -278,12 +263,6 @@ class OperationOptions(CaseOptions):
             for dtype, width, size, name in product(self.dtype, self.width, self.tokens, self.names)
             for form in ((self.form or ["efficient"]) if name.split("+")[0] in FORMED else ["auto"])
         ]
-
-    def prepare(self) -> list[list[Case]]:
-        """Also check sizes."""
-        check_least(1, tokens=self.tokens, width=self.width, heads=self.heads)
-        check_least(0, horizon=self.horizon)
-        return super().prepare()
 
 
 @dataclass
@@ -297,17 +276,13 @@ class ModelOptions(CaseOptions):
     """Image sizes (height and width) in pixels."""
 
     def cases(self) -> list[Case]:
-        """Return the cases in the order of the options."""
+        """Check sizes, and return the cases in the order of the options."""
+        check_least(1, img_size=self.img_size)
         return [
             Case("model", name, px, None, form, dtype, self.backward, self.batch)
             for dtype, px, name in product(self.dtype, self.img_size, self.names)
             for form in ((self.form or ["auto"]) if has_forms(name) else ["auto"])
         ]
-
-    def prepare(self) -> list[list[Case]]:
-        """Also check sizes."""
-        check_least(1, img_size=self.img_size)
-        return super().prepare()
 
 
 @dataclass
@@ -325,7 +300,7 @@ class TargetOptions(BenchmarkOptions):
 
     def run(self, chosen: Sequence[targets.Target], provenance: Record, show: Print) -> None:
         """Measure the targets and print each when ready."""
-        self.tell(targets.measure_targets(chosen), targets.COLUMNS, provenance, show)
+        tell(targets.measure_targets(chosen), targets.COLUMNS, provenance, show, self.csv)
 
 
 @dataclass
@@ -406,7 +381,7 @@ class LoaderOptions(BenchmarkOptions):
 
         show(f"{loader_benchmark.COUNTED}\n")
         rows = loader_benchmark.measure_loaders(cases, rounds=self.rounds, seconds=self.seconds)
-        self.tell(rows, loader_benchmark.COLUMNS, provenance, show)
+        tell(rows, loader_benchmark.COLUMNS, provenance, show, self.csv)
 
 
 COMMANDS: dict[str, type[BenchmarkOptions]] = {

@@ -3,20 +3,30 @@ interleaved run.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from visionattn.cli.exit_codes import Failed, is_out_of_memory
-from visionattn.cli.tables import Record, duration, mebibytes
-from visionattn.lab.case_memory import build, case_peak_bytes
-from visionattn.lab.cases import Case
+from visionattn.cli.files import write_text
+from visionattn.cli.fresh_process import ask
+from visionattn.cli.tables import Record, csv_text, duration, heading, line, mebibytes
+from visionattn.lab.cases import Case, Work
 from visionattn.lab.charts import short
-from visionattn.lab.measure import bytes_kept, flops_of, interleaved_seconds, warm_up
+from visionattn.lab.compared_models import build_network, check_network
+from visionattn.lab.compared_operations import build_operation, check_operation
+from visionattn.lab.measure import (
+    bytes_kept,
+    flops_of,
+    interleaved_seconds,
+    peak_bytes,
+    warm_up,
+)
 
 COLUMNS = {name: name for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")}
 COLUMNS |= {"time": "seconds_median", "from": "seconds_low", "to": "seconds_high"}
@@ -63,9 +73,9 @@ class MeasurementPlan:
     counts: bool = True
     """Count operations and, for cases with a backward pass, bytes kept for it."""
     device: str = "cpu"
-    processor_time: bool = False
-    """Measure CPU time instead of wall time, so that other work on the machine does not count.
-    Meant for one thread.
+    clock: Callable[[], float] = time.perf_counter
+    """Returns seconds. ``time.process_time`` measures CPU time, so that other work on the machine
+    does not count; meant for one thread.
     """
     first_call: bool = False
     """Measure time and memory of the first call only, for runs that take minutes. One-time work of
@@ -77,13 +87,44 @@ def check_case(case: Case, device: str = "cpu") -> str | None:
     """Compare the results of the case with its definition at a small size. Return the error as
     text, or None.
     """
-    if case.kind == "operation":
-        from visionattn.lab.compared_operations import check_operation
+    return (check_operation if case.kind == "operation" else check_network)(case, device)
 
-        return check_operation(case, device)
-    from visionattn.lab.compared_models import check_network
 
-    return check_network(case, device)
+def build(case: Case, device: str = "cpu") -> Work:
+    """Build the operation or the model of a case, with its inputs."""
+    return (build_operation if case.kind == "operation" else build_network)(case, device)
+
+
+def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> int:
+    """Return the peak memory of one run in bytes, above the level with inputs and weights in
+    memory. The result counts.
+
+    On a CPU this takes a fresh process: elsewhere an allocation may reuse memory that was freed
+    earlier, which does not raise the peak.
+
+    Args:
+        case: the operation or model.
+        device: where it runs.
+        warm: run once before. Libraries keep buffers from their first call at a size (some MiB per
+            thread), which then do not count.
+
+    Raises:
+        torch.OutOfMemoryError: the case does not fit into memory.
+        Failed: the process failed in another way. Measuring a CPU needs Linux.
+    """
+    if device != "cpu":
+        return peak_here(asdict(case), None, device, warm)
+    given = {"case": asdict(case), "threads": torch.get_num_threads(), "device": device}
+    return ask(peak_here, given | {"warm": warm}, f"{case.label} at {case.size}")
+
+
+def peak_here(case: dict[str, Any], threads: int | None, device: str, warm: bool) -> int:
+    """Measure ``case_peak_bytes`` in this process, for a case given as plain values."""
+    torch.set_num_threads(threads or torch.get_num_threads())
+    work = build(Case(**case), device)
+    if warm:
+        work()
+    return peak_bytes(work, device)
 
 
 def measure_together(
@@ -157,12 +198,11 @@ def case_bytes_kept(case: Case, device: str = "cpu") -> int:
 
 def _measure_times(rows: Sequence[CaseResult], plan: MeasurementPlan) -> None:
     """Warm up the cases, and measure their seconds in one interleaved run."""
-    clock = time.process_time if plan.processor_time else time.perf_counter
     ready: list[tuple[CaseResult, Callable[[], object], float]] = []
     for row in rows:
         with status_of(row):
             work = build(row.case, plan.device)
-            ready.append((row, work, warm_up(work, device=plan.device, clock=clock)))
+            ready.append((row, work, warm_up(work, device=plan.device, clock=plan.clock)))
     if plan.first_call or not ready:
         samples = [[seconds] for _, _, seconds in ready]
     else:
@@ -173,7 +213,7 @@ def _measure_times(rows: Sequence[CaseResult], plan: MeasurementPlan) -> None:
             max_rounds=plan.max_rounds,
             seconds_per_work=plan.seconds,
             device=plan.device,
-            clock=clock,
+            clock=plan.clock,
         )
     for (row, _, _), own in zip(ready, samples, strict=True):
         row.samples = own
@@ -189,6 +229,26 @@ def record_of(row: CaseResult) -> Record:
     record |= {"rounds": len(row.samples) or None, "baseline": row.baseline}
     record |= spread("ratio", row.ratios)
     return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
+
+
+def tell(
+    rows: Iterable[Record],
+    columns: Mapping[str, str],
+    provenance: Record,
+    show: Callable[[str], None],
+    csv: str | Path | None = None,
+) -> list[Record]:
+    """Print each row when ready under the headings of ``columns``, and return all rows. Write the
+    rows so far to ``csv`` after each row, so that a stopped run keeps its measurements.
+    """
+    records: list[Record] = []
+    show(heading(list(columns)))
+    for record in rows:
+        records.append(record)
+        show(line(cells_of(record, columns)))
+        if csv:
+            write_text(csv, csv_text(records, provenance))
+    return records
 
 
 def cells_of(record: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:

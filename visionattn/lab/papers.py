@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from visionattn.cli.files import write_text, write_whole
+from visionattn.cli.files import write_whole
 from visionattn.cli.provenance import summary
-from visionattn.cli.tables import Record, csv_text, heading, line, markdown
+from visionattn.cli.tables import Record, markdown
 from visionattn.lab.case_comparison import (
     COLUMNS,
     MeasurementPlan,
-    cells_of,
     measure_together,
     record_of,
+    tell,
 )
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Mark, Series, SeriesStyle, png
@@ -26,7 +26,6 @@ Print = Callable[[str], None]
 PLAN = MeasurementPlan(rounds=5, seconds=0.5, max_rounds=15)
 QUICK = MeasurementPlan(rounds=2, seconds=0.0, max_rounds=2)
 FORMS = ("direct", "efficient")
-PROCESSOR_TIME = "CPU time"
 
 PUBLISHED_HEADS = {
     4: (12060, 596, 2975, 840),
@@ -65,11 +64,8 @@ def redraw(
     show: Print,
     *,
     quick: bool = False,
-    processor_time: bool = False,
 ) -> None:
     """Measure a figure, write ``<name>.png`` and ``<name>.csv`` to ``folder``, and print its table.
-
-    The CSV is written after each size, so a stopped run keeps its measurements.
 
     Args:
         figure: the figure.
@@ -78,20 +74,16 @@ def redraw(
         provenance: provenance for the CSV and the PNG.
         show: gets the table line by line.
         quick: measure a few small sizes.
-        processor_time: as in ``MeasurementPlan``; the CSV and the PNG say so.
     """
-    records: list[Record] = []
-    if processor_time:
-        provenance = provenance | {"device": f"{provenance['device']}, {PROCESSOR_TIME}"}
-    show(heading(list(COLUMNS)))
-    for group in figure.cases(quick):
-        has_table = figure.table is not None
-        plan = QUICK if quick else figure.plan(group[0].size)
-        plan = replace(plan, memory=has_table, processor_time=processor_time)
-        for row in measure_together(group, plan, group[0].label if has_table else None):
-            records.append(record_of(row))
-            show(line(cells_of(records[-1], COLUMNS)))
-        write_text(folder / f"{name}.csv", csv_text(records, provenance))
+    has_table = figure.table is not None
+
+    def rows() -> Iterator[Record]:
+        for group in figure.cases(quick):
+            plan = replace(QUICK if quick else figure.plan(group[0].size), memory=has_table)
+            baseline = group[0].label if has_table else None
+            yield from map(record_of, measure_together(group, plan, baseline))
+
+    records = tell(rows(), COLUMNS, provenance, show, folder / f"{name}.csv")
     if figure.table is not None:
         show("\n" + markdown(figure.table(records)))
     draw(folder / f"{name}.png", figure.title, figure.charts(records), provenance)

@@ -12,14 +12,15 @@ from visionattn.cli.tables import Record
 from visionattn.lab.case_comparison import (
     CaseResult,
     MeasurementPlan,
+    build,
     case_bytes_kept,
+    case_peak_bytes,
     check_case,
     measure_together,
     ratios_of,
     spread,
     status_of,
 )
-from visionattn.lab.case_memory import build, case_peak_bytes
 from visionattn.lab.cases import Case
 
 COLUMNS = {name: name for name in ("what", "at", "reach", "measured", "low", "high", "met")}
@@ -212,14 +213,16 @@ def plan_of(case: Case) -> MeasurementPlan:
 def _ratio_record(target: Target, row: CaseResult, base: CaseResult) -> Record:
     """Return the record of a ratio of times."""
     if not row.samples or not base.samples:
-        return _record(
-            target, CaseResult(target.case, row.status if row.status != "ok" else base.status)
-        )
+        return _record(target, row.status if row.status != "ok" else base.status)
     ratio = spread("ratio", ratios_of(row.samples, base.samples))
-    record = _record(target, row, ratio["ratio_median"])
     seconds, others = (spread("", each.samples)["_median"] for each in (row, base))
-    record |= {"low": ratio["ratio_low"], "high": ratio["ratio_high"], "seconds": seconds}
-    return record | {"baseline_seconds": others, "rounds": len(row.samples)}
+    return _record(target, "ok", ratio["ratio_median"]) | {
+        "low": ratio["ratio_low"],
+        "high": ratio["ratio_high"],
+        "seconds": seconds,
+        "baseline_seconds": others,
+        "rounds": len(row.samples),
+    }
 
 
 def _measure_value(target: Target) -> Record:
@@ -229,10 +232,10 @@ def _measure_value(target: Target) -> Record:
         row.status = check_case(target.case) or "ok"
         if row.status == "ok":
             value = target.measure(target.case)
-    return _record(target, row, value)
+    return _record(target, row.status, value)
 
 
-def _record(target: Target, row: CaseResult, value: float | None = None) -> Record:
+def _record(target: Target, status: str, value: float | None = None) -> Record:
     record: Record = dict.fromkeys(COLUMNS.values())
     record |= {"what": target.what, "at": target.at, "reach": target.reach, "measured": value}
-    return record | {"met": row.status if value is None else target.met(value)}
+    return record | {"met": status if value is None else target.met(value)}

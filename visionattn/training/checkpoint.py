@@ -50,7 +50,7 @@ from visionattn.models.weights import (
     read_pickle,
 )
 from visionattn.training.config import TrainConfig
-from visionattn.training.run_folder import LAST, PREVIOUS
+from visionattn.training.run_folder import LAST, PREVIOUS, flat
 from visionattn.training.run_progress import Position
 
 STATE_FORMAT, STATE_VERSION = "visionattn.state", 4
@@ -304,15 +304,14 @@ def check_options(
     return changed
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a line for each changed option, except ``QUIET`` ones."""
-    lines = []
-    for key in new:
-        if isinstance(new[key], dict) and isinstance(old.get(key, {}), dict):
-            lines += differences(old.get(key, {}), new[key], f"{prefix}{key}.")
-        elif f"{prefix}{key}" not in QUIET and old.get(key) != new[key]:
-            lines.append(f"  {prefix}{key} is now {new[key]}, was {old.get(key)}")
-    return lines
+    before = flat(old)
+    return [
+        f"  {key} is now {value}, was {before.get(key)}"
+        for key, value in flat(new).items()
+        if key not in QUIET and before.get(key) != value
+    ]
 
 
 def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Splits) -> str:

@@ -2,17 +2,22 @@
 the flags of ``visionattn train``.
 
 This module has names, types, defaults, and the checks without data and model. The docstring under a
-field is its help text. ``train_flags.py`` reads the flags.
+field is its help text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
+from visionattn.cli.parsing import config_files, parse
 from visionattn.cli.untrusted import refuse
 from visionattn.data.data_config import DataConfig
-from visionattn.data.option_ranges import check_ranges, check_signs
+from visionattn.data.option_ranges import check_ranges, check_signs, fold_name
 from visionattn.model_config import VECTOR_TASKS, Fit, ModelConfig
+
+EXAMPLE = "--config digits --epochs 1 --optim.warmup_epochs 0.5 --run try --overwrite"
 
 
 @dataclass
@@ -211,6 +216,25 @@ MONITORS = {
 """Values of ``monitor`` by task."""
 NUMBER_LOSSES = ("l1", "smooth_l1", "mse")
 """Losses of regression."""
+
+
+def parse_train(argv: Sequence[str]) -> TrainConfig:
+    """Read the flags of ``visionattn train``.
+
+    Without ``run``, the run is named after its first configuration file, or after data and model.
+    The name of a run on a fold ends in the fold.
+
+    Raises:
+        ValueError, FileNotFoundError: wrong flag or file; one line.
+    """
+    config = parse(
+        TrainConfig, argv, command="train", description="Train a model.", example=EXAMPLE
+    )
+    files = config_files(argv)
+    usual = Path(files[0]).stem if files else f"{config.data.name}_{config.model.name}"
+    config.run, fold = config.run or usual, fold_name(config.data.fold)
+    config.run += "" if fold in config.run else fold
+    return config
 
 
 def check(config: TrainConfig) -> None:

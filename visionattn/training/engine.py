@@ -5,16 +5,16 @@ weights.
 steps.
 """
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
 import torch
+from timm.utils import random_seed
 from torch import nn
 
 from visionattn.cli.exit_codes import (
@@ -26,19 +26,25 @@ from visionattn.cli.exit_codes import (
     is_out_of_memory,
     tell,
 )
-from visionattn.cli.files import first_line
+from visionattn.cli.files import check_free, first_line, write_whole
 from visionattn.cli.interruption import GRACE, Interrupted, Interruption
 from visionattn.cli.provenance import provenance
+from visionattn.data.batches import seed_batch
 from visionattn.data.geometry import geometry_of
 from visionattn.data.kept_features import PatchSamples
 from visionattn.data.mask_files import check_mask_sizes, check_trained
-from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
+from visionattn.data.splits import (
+    Splits,
+    build_splits,
+    check_root,
+    geometry_choices,
+    training_geometry,
+)
 from visionattn.model_config import VECTOR_TASKS, ModelConfig
 from visionattn.models.building import check_geometries, patch_size
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.cost import Expected
 from visionattn.training.checkpoint import States, recall_best, started_model
-from visionattn.training.class_weights import with_class_weights
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import (
     Processes,
@@ -50,7 +56,17 @@ from visionattn.training.distributed import (
 from visionattn.training.fold_summary import summarise_folds
 from visionattn.training.freezing import freeze
 from visionattn.training.head_training import HeadFiles, PatchClasses, prepare_maps
+from visionattn.training.label_statistics import with_class_weights, with_targets
 from visionattn.training.objectives import Objective
+from visionattn.training.optimize import mix_batch
+from visionattn.training.picture_sheet import (
+    SheetPart,
+    draw_sheet,
+    first_of,
+    sheet_part,
+    training_changes,
+    truth_of,
+)
 from visionattn.training.run_folder import (
     BEST,
     LAST,
@@ -63,7 +79,6 @@ from visionattn.training.run_folder import (
 from visionattn.training.run_progress import Result
 from visionattn.training.trainer import Trainer
 from visionattn.training.training_cost import TrainingMemory, check_memory, forecast, with_batch
-from visionattn.training.vector_labels import with_targets
 
 
 @dataclass(frozen=True)
@@ -158,7 +173,7 @@ def train(
     if config.show_batch is not None:
         raise ValueError(
             "show_batch does not train; use `visionattn train --show-batch`, or "
-            "visionattn.training.batch_pictures.show_batch(config)"
+            "visionattn.training.engine.show_batch(config)"
         )
     processes.together(lambda: choose_kind(config, processes.size))
     processes.per_image = ranks_per_image(config, processes.size)
@@ -199,6 +214,61 @@ def train(
             if fresh:
                 folder.rmdir()
         raise
+
+
+def show_batch(config: TrainConfig) -> str:
+    """Draw the first batches of a run to the file ``config.show_batch``, and return its summary
+    line. The batches are made as in a run, but no file of a run is written.
+
+    Raises:
+        ValueError, FileNotFoundError: wrong configuration, data or file. One line; nothing is
+            written.
+        OSError: the file cannot be written.
+    """
+    check(config)
+    check_root(config.data)
+    path = Path(config.show_batch or "")
+    check_free(path, config.overwrite)
+    parts = first_batches(config)
+    sheet = draw_sheet(parts)
+    write_whole(path, lambda place: sheet.save(place, format="PNG"))
+    masked = config.data.task == "segmentation"
+    what = " and ".join(f"{len(part.pictures) // (1 + masked)} {part.title}" for part in parts)
+    seen = "images with their masks" if masked else "images"
+    return f"{path}: {what} {seen} as the model sees them; nothing was trained"
+
+
+def first_batches(config: TrainConfig) -> list[SheetPart]:
+    """Return the first pictures of training, augmented and mixed as configured, and of validation.
+
+    Raises:
+        ValueError, FileNotFoundError: the configuration or the data are wrong.
+    """
+    data = config.data
+    # Images do not depend on the number of loader processes, except in a stream.
+    if not (data.root or "").startswith("wds/"):
+        data = replace(data, workers=0)
+    config = replace(config, data=data, parallel=None)
+    trainer, *_ = build(config, None, False, Processes(), torch.device("cpu"))
+    training = []
+    for number, batch, names in first_of(trainer.batches, "training"):
+        images, classes = batch.images, truth_of(trainer.spec, batch)
+        if trainer.mix is not None:
+            seed_batch(config.seed, 0, number)
+            # Values are prepared linearly, so mixing them before gives the mixed input.
+            images = images / 255 if images.dtype == torch.uint8 else images.clone()
+            images, classes = mix_batch(trainer.mix, images, batch.labels)
+        training.append((images, classes, batch.sizes, names))
+    validation = [
+        (batch.images, truth_of(trainer.spec, batch), batch.sizes, names)
+        for _, batch, names in first_of(trainer.validation, "validation")
+    ]
+    seen, whole = training_geometry(trainer.spec, data), trainer.geometry
+    of = trainer.model, trainer.splits
+    return [
+        sheet_part("training", *of, training, seen, changes=training_changes(config)),
+        sheet_part("validation", *of, validation, whole, changes="not augmented"),
+    ]
 
 
 @contextmanager
@@ -251,7 +321,7 @@ def build(
     def prepared() -> Prepared:
         if config.threads:
             torch.set_num_threads(config.threads)
-        seed_everything(config.seed)
+        random_seed(config.seed % 2**32)  # numpy takes 32 bits
         made = prepare(config, device, resumed=resumed, first=processes.first)
         kind = choose_kind(replace(config, batch_size="auto"), processes.size)
         check_model(made.model, made.built.name, processes.size, kind)
@@ -381,10 +451,3 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
                 f"a data loader process died{place_of(error)}: {said}; {states.kept()}"
             ) from error
         raise
-
-
-def seed_everything(seed: int) -> None:
-    """Seed all global random generators, which weights, dropout and mixing use."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)

@@ -7,11 +7,11 @@ from typing import Any
 
 from visionattn.cli.files import write_text
 from visionattn.cli.tables import csv_text, markdown
-from visionattn.cli.untrusted import read_json, read_yaml
+from visionattn.cli.untrusted import read_yaml
 from visionattn.data.option_ranges import fold_name, fold_of
 from visionattn.training.checkpoint import BestFigures, best_figures
 from visionattn.training.config import TrainConfig
-from visionattn.training.run_folder import BEST, CONFIG, STATUS
+from visionattn.training.run_folder import BEST, CONFIG, read_status
 
 
 def summarise_folds(folder: Path, config: TrainConfig, measure: str) -> list[str]:
@@ -57,7 +57,7 @@ def _finished(run: Path, seed: int) -> BestFigures | None:
     runs.
     """
     with suppress(OSError, ValueError, LookupError, TypeError):  # missing or damaged
-        status = read_json(dict[str, Any], run / STATUS, "")["status"]
-        if status == "finished" and read_yaml(run / CONFIG)["seed"] == seed:
+        finished = read_status(run).get("status") == "finished"
+        if finished and read_yaml(run / CONFIG)["seed"] == seed:
             return best_figures(run / BEST)
     return None

@@ -175,18 +175,19 @@ def address(image: np.ndarray, most_px: tuple[int, int] | None = None) -> str:
         image = np.rint(image.clip(0, 1) * 255).astype(np.uint8)
     picture = Image.fromarray(image[..., 0] if image.shape[2] < 3 else image[..., :3].copy())
     if max(picture.size) <= SMALL_PX:
-        return _encoded(picture, "png", optimize=True)
+        return data_url(picture, "png", optimize=True)
     height, width = most_px or (MOST_PX_WIDE if is_wide(image.shape[:2]) else MOST_PX)
     while True:
         picture.thumbnail((width, height), reducing_gap=3)
         for quality in QUALITIES:
-            found = _encoded(picture, "jpeg", quality=quality)
+            found = data_url(picture, "jpeg", quality=quality)
             if len(found) * 3 / 4 <= MOST_BYTES:
                 return found
         height, width = height * 3 // 4, width * 3 // 4
 
 
-def _encoded(picture: Image.Image, kind: str, **options) -> str:
+def data_url(picture: Image.Image, kind: str, **options) -> str:
+    """Return a picture as a data URL of kind ``png`` or ``jpeg``; the options are Pillow's."""
     stream = io.BytesIO()
     picture.save(stream, format=kind, **options)
     return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"

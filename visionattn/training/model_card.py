@@ -24,11 +24,10 @@ from visionattn.models.conversion import HUBS, SOURCES, is_file
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import described, read_metadata
 from visionattn.training.checkpoint import best_figures
-from visionattn.training.config import TrainConfig
+from visionattn.training.config import TrainConfig, parse_train
 from visionattn.training.distil.distil_config import DistilConfig
 from visionattn.training.distil.distillation import DISTIL, WORDS
 from visionattn.training.run_folder import BEST, CONFIG, STATUS, Ended
-from visionattn.training.train_flags import parse_train
 
 MOST_CLASSES = 40
 """Maximum number of classes in a card; ``config.json`` lists all."""

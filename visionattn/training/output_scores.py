@@ -124,7 +124,11 @@ def decided(spec: DataSpec, values: np.ndarray) -> np.ndarray:
 
 
 def in_words(spec: DataSpec, labels: np.ndarray) -> str:
-    """Return the classes (1 in ``labels``) or the values of an image ``[K]`` as text."""
+    """Return the class of an image ``[]``, its classes (1 in ``labels``) or its values ``[K]`` as
+    text.
+    """
+    if labels.ndim == 0:
+        return spec.output_names[int(labels)]
     if spec.task == "regression":
         pairs = zip(spec.output_names, labels.tolist(), strict=True)
         return ", ".join(f"{name} {value:.4g}" for name, value in pairs)

@@ -36,9 +36,9 @@ from visionattn.cli.files import (
 )
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
-from visionattn.cli.untrusted import refuse
+from visionattn.cli.untrusted import from_json, refuse
 from visionattn.training.config import TrainConfig
-from visionattn.training.event_pictures import add_predictions
+from visionattn.training.picture_sheet import add_predictions
 from visionattn.training.run_progress import Result
 from visionattn.training.trackers import TRACKERS, Mlflow, Wandb
 
@@ -79,8 +79,17 @@ class Origin(TypedDict, total=False):
 class Ended(TypedDict, total=False):
     """The content of ``status.json``."""
 
+    status: str
+    reason: str | None
     provenance: Origin
     result: Figures | None
+
+
+def read_status(folder: Path) -> Ended:
+    """Return the content of ``status.json``; empty if it is missing or damaged by a kill."""
+    with suppress(OSError, ValueError):
+        return from_json(Ended, (folder / STATUS).read_text(), STATUS)
+    return {}
 
 
 def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
@@ -289,7 +298,10 @@ class Record:
         forget_after(folder, step, len(history))
         if history or (folder / SUMMARY).exists():
             self._summarize(history)
-        self.options = flat(asdict(config))
+        self.options = {
+            key: str(value) if isinstance(value, list) else value
+            for key, value in flat(asdict(config)).items()
+        }
         self._events = SummaryWriter(folder, purge_step=step + 1)
         for name in config.log or ():
             self._trackers.append(TRACKERS[name](folder / f"{name}.id", config.run, self.options))
@@ -346,7 +358,7 @@ class Record:
                 tracker.log(numbers, numbers["step"])
 
     def predictions(self, split: str, step: int, *found: Any) -> None:
-        """Write the predictions of a split to TensorBoard: ``event_pictures.add_predictions``."""
+        """Write the predictions of a split to TensorBoard: ``picture_sheet.add_predictions``."""
         if self._events:
             add_predictions(self._events, split, step, *found)
 
@@ -421,11 +433,11 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
 
 
 def flat(values: dict[str, Any], group: str = "") -> dict[str, Any]:
-    """Return nested options by dotted name; lists become texts."""
+    """Return nested options by dotted name, without empty groups."""
     found = {}
     for key, value in values.items():
         if isinstance(value, dict):
             found |= flat(value, f"{group}{key}.")
         else:
-            found[f"{group}{key}"] = str(value) if isinstance(value, list) else value
+            found[f"{group}{key}"] = value
     return found

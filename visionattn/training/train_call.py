@@ -8,10 +8,9 @@ from typing import Any, TextIO
 
 from visionattn.cli.parsing import OWN_OPTIONS, field_types
 from visionattn.training import engine
-from visionattn.training.config import TrainConfig
+from visionattn.training.config import TrainConfig, parse_train
 from visionattn.training.distributed import joined
 from visionattn.training.run_progress import Result
-from visionattn.training.train_flags import parse_train
 
 Asked = TrainConfig | Mapping[str, Any] | str | Path
 

@@ -42,11 +42,10 @@ from visionattn.models.cost import (
 from visionattn.models.devices import pick_device, precision_taken
 from visionattn.models.patches import takes_sizes
 from visionattn.models.weights import DataSpec, existing, load_model
-from visionattn.training.config import ValidateConfig
+from visionattn.training.config import ValidateConfig, parse_train
 from visionattn.training.evaluate import Evaluation, OutputEvaluation, evaluate
 from visionattn.training.output_scores import told
 from visionattn.training.run_folder import CONFIG
-from visionattn.training.train_flags import parse_train
 from visionattn.training.training_cost import known, largest_images, largest_shape, loading_bytes
 
 COLUMNS = {
@@ -286,28 +285,16 @@ class Validation:
         seen = np.concatenate(self.shapes)
         if self.expected is None or seen.prod(1).sum() <= FEW_PIXELS:
             return
-        times = [
-            self._seconds(geometry, shapes)
-            for geometry, shapes in zip(self.geometries, self.shapes, strict=True)
-            if len(shapes)
-        ]
-        seconds = None if None in times else sum(filter(None, times))
+        first, shape = self.geometries[0], largest_shape(seen)
+        each = self.passes.forward_seconds(shape, first.patch_px)
         yield describe(
             seen[:, 1:],
             len(self.dataset),
-            cell_px(self.geometries[0], self.spec.encoding),
+            cell_px(first, self.spec.encoding),
             self.expected,
-            seconds,
-            sizes=len(times),
+            None if each is None else each * float(seen.prod(1).sum()) / math.prod(shape[1:]),
+            sizes=sum(len(shapes) > 0 for shapes in self.shapes),
         )
-
-    def _seconds(self, geometry: Geometry, shapes: np.ndarray) -> float | None:
-        """Return the computing time of all batches at one size; None if no batch can be tried."""
-        shape = largest_shape(shapes)
-        each = self.passes.forward_seconds(shape, geometry.patch_px)
-        if each is None:
-            return None
-        return each * float(shapes.prod(1).sum()) / math.prod(shape[1:])
 
     def _find_geometries(self) -> list[Geometry]:
         """Return the preprocessing: as in training, unless flags change it."""

@@ -18,10 +18,16 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from visionattn.lab.gpu.gpu_models import make_images, work_of
-from visionattn.lab.gpu.gpu_operations import call_of, check, draw, expected_of, operation_of
+from visionattn.lab.gpu.gpu_operations import (
+    call_of,
+    check,
+    draw,
+    expected_of,
+    in_words,
+    operation_of,
+)
 from visionattn.lab.gpu.gpu_rows import GpuRow, chosen, operation, small_case
 from visionattn.lab.gpu.gpu_table import describe, make_bench
-from visionattn.lab.gpu.gpu_timing import in_words
 from visionattn.ops.gpu.launch import launching_with
 
 FIRST = operation("kernelized", 1000, 64, backward=True)

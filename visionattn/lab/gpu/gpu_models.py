@@ -19,9 +19,8 @@ from visionattn.cli.tables import Record
 from visionattn.lab import compared_models
 from visionattn.lab.accuracy import beyond_eager, errors_of
 from visionattn.lab.cases import Case
-from visionattn.lab.gpu.gpu_operations import Bench
+from visionattn.lab.gpu.gpu_operations import Bench, Call, fresh_memory, in_words, seconds_of
 from visionattn.lab.gpu.gpu_rows import GpuRow
-from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, seconds_of
 from visionattn.lab.measure import peak_bytes
 from visionattn.lab.model_step import ModelStep
 from visionattn.models.devices import autocast
@@ -58,12 +57,6 @@ def compiled(model: nn.Module, case: Case, bench: Bench) -> nn.Module:
         for block in model.blocks:
             block.compile(dynamic=False, backend="aot_eager" if bench.rehearsed else "inductor")
     return model
-
-
-def infer(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the logits of the images."""
-    with torch.inference_mode():
-        return model(images)
 
 
 def gradients_of(model: nn.Module, images: Tensor, upstream: Tensor, amp: str) -> dict[str, Tensor]:
@@ -136,9 +129,7 @@ def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -
     the model ``name``.
     """
     model = compiled(make_model(case, bench, name), case, bench)
-    if not case.update:
-        return partial(infer, model, images)
-    how = dict(backward=True, update=True, optim=OptimConfig(lr=1e-5))
+    how = dict(backward=case.update, update=case.update, optim=OptimConfig(lr=1e-5))
     step = ModelStep(model, bench.device, case.amp, **how)
     step.place(images)
     return step.run

@@ -8,7 +8,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,14 +17,20 @@ import torch
 
 from visionattn.cli.commands import program
 from visionattn.cli.exit_codes import Failed
-from visionattn.cli.files import add_line, check_free, write_text
+from visionattn.cli.files import add_line, check_free
 from visionattn.cli.provenance import provenance_of, summary
-from visionattn.cli.tables import Record, csv_text, heading, line
-from visionattn.lab.case_comparison import cells_of
+from visionattn.cli.tables import Record
+from visionattn.lab.case_comparison import tell
 from visionattn.lab.gpu.gpu_models import measure_model
-from visionattn.lab.gpu.gpu_operations import Bench, measure_operation
+from visionattn.lab.gpu.gpu_operations import (
+    Bench,
+    Ceilings,
+    in_words,
+    is_broken,
+    measure_operation,
+    pick_gpu,
+)
 from visionattn.lab.gpu.gpu_rows import MOST, GpuRow, chosen
-from visionattn.lab.gpu.gpu_timing import Ceilings, in_words, is_broken, pick_gpu
 
 Print = Callable[[str], None]
 TIMES = ("seconds", "floor_seconds", "sdpa_seconds", "flash_seconds", "eager_seconds")
@@ -75,9 +81,7 @@ def benchmark_gpu(argv: Sequence[str], show: Print) -> None:
         if flags.rows:
             add_line(flags.rows, record)
 
-    records = run_gpu(rows, bench, flags.minutes, provenance, show, keep)
-    if flags.csv:
-        write_text(flags.csv, csv_text(records, provenance))
+    records = run_gpu(rows, bench, flags.minutes, provenance, show, keep, flags.csv)
     broken = sum(record["status"].startswith(("wrong", "failed")) for record in records)
     if broken:
         raise Failed(f"{broken} rows are wrong or failed; see the table")
@@ -117,6 +121,7 @@ def run_gpu(
     provenance: Record,
     show: Print,
     keep: Callable[[Record], None],
+    csv: str | None = None,
 ) -> list[Record]:
     """Measure and print row by row; return a record of each row.
 
@@ -127,6 +132,7 @@ def run_gpu(
         provenance: gets the GPU's provenance and rates added.
         show: gets the table line by line.
         keep: gets the provenance, then each record when ready.
+        csv: file for the rows, with provenance; None: none.
     """
     end = time.monotonic() + 60 * minutes
     sizes = dict(size=16, copied=2**12) if bench.rehearsed else {}
@@ -136,21 +142,22 @@ def run_gpu(
     show(", ".join(f"{name} {value}" for name, value in about.items()))
     show(f"measured: {bench.ceilings}\n\n{MEASURED.format(seed=about['seed'])}\n")
     keep({"kind": "provenance", **provenance})
-    show(heading(list(COLUMNS)))
-    records: list[Record] = []
-    stopped = None
-    for row in rows:
-        if time.monotonic() > end:
-            stopped = stopped or f"{minutes:g} minutes were over"
-        try:
-            found = {"status": f"not measured: {stopped}"} if stopped else measure(row, bench)
-        except Exception as error:  # exceptions of compilers and kernels share no base class
-            found = {"status": f"failed: {in_words(error)}"}
-            stopped = "an earlier row broke this process" if is_broken(error) else None
-        records.append(record_of(row, found))
-        show(line(cells_of(records[-1], COLUMNS)))
-        keep({"kind": "row"} | records[-1])
-    return records
+
+    def measured() -> Iterator[Record]:
+        stopped = None
+        for row in rows:
+            if time.monotonic() > end:
+                stopped = stopped or f"{minutes:g} minutes were over"
+            try:
+                found = {"status": f"not measured: {stopped}"} if stopped else measure(row, bench)
+            except Exception as error:  # exceptions of compilers and kernels share no base class
+                found = {"status": f"failed: {in_words(error)}"}
+                stopped = "an earlier row broke this process" if is_broken(error) else None
+            record = record_of(row, found)
+            keep({"kind": "row"} | record)
+            yield record
+
+    return tell(measured(), COLUMNS, provenance, show, csv)
 
 
 def measure(row: GpuRow, bench: Bench) -> Record:

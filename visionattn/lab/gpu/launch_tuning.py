@@ -17,10 +17,13 @@ from visionattn.lab.gpu.gpu_operations import (
     check,
     draw,
     expected_of,
+    in_words,
+    is_broken,
     operation_of,
+    pick_gpu,
+    seconds_of,
 )
 from visionattn.lab.gpu.gpu_rows import operation
-from visionattn.lab.gpu.gpu_timing import in_words, is_broken, pick_gpu, seconds_of
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.launch import launching_with
 

@@ -24,11 +24,12 @@ from visionattn.lab.figures import (
     trained_itself,
     value_of,
 )
-from visionattn.lab.report.run_reading import WORDS, Run, flatten, same_data
+from visionattn.lab.report.run_reading import WORDS, Run, same_data
 from visionattn.models.weights import described, read_metadata
 from visionattn.training.config import TrainConfig
 from visionattn.training.mistakes import SMALL_PX, ByClass, Mistake
 from visionattn.training.output_scores import ByOutput, told
+from visionattn.training.run_folder import flat
 
 PLACE = ("run", "output", "resume", "overwrite")
 """Settings of where a run is stored, which the page leaves out."""
@@ -211,16 +212,16 @@ def settings(runs: Sequence[Run]) -> Table:
     """Return the settings in which runs differ, with one column per run. For a single run, return
     the settings that differ from the defaults.
     """
-    flat = [flatten(run.config) for run in runs]
+    found = [flat(run.config) for run in runs]
     columns = ["setting", *(run.name for run in runs)]
     if len(runs) == 1:
-        usual = flatten(asdict(TrainConfig()))
-        flat.append({key: usual.get(key) for key in flat[0]})
+        usual = flat(asdict(TrainConfig()))
+        found.append({key: usual.get(key) for key in found[0]})
         columns = ["setting", "here", "default"]
-    names = list(dict.fromkeys(key for settings in flat for key in settings if key not in PLACE))
+    names = list(dict.fromkeys(key for settings in found for key in settings if key not in PLACE))
     groups = list(dict.fromkeys(key.partition(".")[0] for key in names))
     names.sort(key=lambda key: groups.index(key.partition(".")[0]))
-    rows = [[say(settings.get(key, "-")) for settings in flat] for key in names]
+    rows = [[say(settings.get(key, "-")) for settings in found] for key in names]
     pairs = zip(names, rows, strict=True)
     return Table(columns, [[Cell(key), *map(Cell, row)] for key, row in pairs if len({*row}) > 1])
 

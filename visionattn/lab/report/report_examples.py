@@ -3,8 +3,6 @@
 Runs with the same images, labels and names of classes share a gallery.
 """
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +20,7 @@ from visionattn.models.patches import call, takes_sizes
 from visionattn.models.pixel_classes import ious_of, painted, palette
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
-from visionattn.training.mistakes import SMALL_PX, address
+from visionattn.training.mistakes import SMALL_PX, address, data_url
 from visionattn.training.objectives import confusion_of
 from visionattn.training.output_scores import decided, in_words
 from visionattn.training.validate import Validation, parse_validate
@@ -127,7 +125,7 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
         px = MASK_PX if masked else LARGEST_PX
         examples = [
             ReportExample(address(item.pixels, (px, px)),
-                    "" if masked else labelled(spec, label),
+                    "" if masked else in_words(spec, label),
                     mask_address(label, spec) if masked else None)
             for item, label in zip(items, labels, strict=True)
         ]  # fmt: skip
@@ -202,18 +200,9 @@ def judged(validation: Validation, item: Item, run: str) -> Said:
     return Said(run, "", mean, True, mask_address(found, spec))
 
 
-def labelled(spec: DataSpec, label: np.ndarray) -> str:
-    """Return the class, the classes or the values of an image as text."""
-    if spec.task in VECTOR_TASKS:
-        return in_words(spec, label)
-    return spec.output_names[int(label)]
-
-
 def mask_address(mask: np.ndarray, spec: DataSpec) -> str:
     """Return a mask ``[H, W]`` in colors as a data URL, at most ``MASK_PX`` per side."""
     picture = Image.fromarray(mask)
     picture.putpalette(palette(spec))
     picture.thumbnail((MASK_PX, MASK_PX), Image.Resampling.NEAREST)
-    stream = io.BytesIO()
-    picture.save(stream, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return data_url(picture, "png", optimize=True)

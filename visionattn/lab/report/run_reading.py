@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from typing_extensions import TypedDict
 
 from visionattn.cli import untrusted
 from visionattn.data.data_config import DataConfig
@@ -22,7 +21,7 @@ from visionattn.lab.figures import number
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.training.mistakes import ByClass, read_by_class
 from visionattn.training.output_scores import ByOutput, read_by_output
-from visionattn.training.run_folder import BEST, BY_CLASS, CONFIG, METRICS, STATUS
+from visionattn.training.run_folder import BEST, BY_CLASS, CONFIG, METRICS, STATUS, Ended, flat
 
 Values = dict[str, Any]
 NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -62,15 +61,6 @@ LISTED = 20
 """Maximum number of unreadable images that a page names."""
 FROM_ZERO = ("Throughput of training", "Waiting for data")
 """Charts with a vertical axis from 0."""
-
-
-class StoredStatus(TypedDict, total=False):
-    """``status.json``."""
-
-    status: str
-    reason: str | None
-    provenance: Values
-    result: Values | None
 
 
 @dataclass(eq=False)
@@ -163,7 +153,7 @@ def read_run(folder: Path, name: str) -> Run:
     run.result = result_of(run.epochs, tests, run.setting("monitor"))
     run.status = "finished" if tests else "unknown"
     if (folder / STATUS).exists():
-        stored = run.read(STATUS, lambda path: untrusted.read_json(StoredStatus, path, "")) or {}
+        stored = run.read(STATUS, lambda path: untrusted.read_json(Ended, path, "")) or {}
         run.status = stored.get("status") if stored.get("status") in WORDS else "unknown"
         run.reason, run.provenance = stored.get("reason"), stored.get("provenance", {})
         result = stored.get("result") or {}
@@ -233,17 +223,6 @@ def count_parameters(path: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
 
 
-def flatten(config: Values, prefix: str = "") -> Values:
-    """Return the values of a nested configuration by dotted name, without empty groups."""
-    flat: Values = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def same_data(run: Run) -> tuple | None:
     """Return a key that is equal for runs evaluated on the same images at the same size; None if
     the run does not name its data.
@@ -253,7 +232,7 @@ def same_data(run: Run) -> tuple | None:
     """
     if not isinstance(run.setting("data"), dict):
         return None
-    options = flatten(asdict(DataConfig())) | flatten(run.config["data"])
+    options = flat(asdict(DataConfig())) | flat(run.config["data"])
     options["root"] = options["root"] and os.path.normpath(str(options["root"]))
     kept = {key: value for key, value in options.items() if key not in OF_TRAINING}
     kept = {key: value for key, value in kept.items() if key.partition(".")[0] not in OF_TRAINING}

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -35,10 +35,9 @@ from visionattn.cli.interruption import Interruption
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import Record
-from visionattn.cli.untrusted import from_json
 from visionattn.lab.sweep.head_grid import SweepCell, SweepPlan
 from visionattn.training.config import TrainConfig
-from visionattn.training.run_folder import STATUS, Ended, can_go_on
+from visionattn.training.run_folder import can_go_on, read_status
 
 BASE, TABLE, ROWS, PLOT, LOCK = "base.yaml", "table.md", "cells.csv", "sweep.png", "lock"
 KEPT = ENDINGS, MEASUREMENTS = "endings.jsonl", "measurements.jsonl"
@@ -280,13 +279,6 @@ def ending_of(cell: SweepCell, folder: SweepFolder, attempt: Attempt, before: Re
         "attempts": 1 + before.get("attempts", 0),
         "train_commit": (said.get("provenance") or {}).get("commit"),
     }
-
-
-def read_status(run: Path) -> Ended:
-    """Return the content of a run's status file; empty if it is missing or damaged by a kill."""
-    with suppress(OSError, ValueError):
-        return from_json(Ended, (run / STATUS).read_text(), STATUS)
-    return {}
 
 
 def last_words(log: Path) -> str:

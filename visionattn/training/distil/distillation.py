@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from typing_extensions import TypedDict
@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from visionattn.cli.commands import typed
 from visionattn.cli.files import unfinished, write_text
 from visionattn.cli.parsing import parse, yaml_text
-from visionattn.cli.untrusted import checked, from_json, intact, read_csv
+from visionattn.cli.untrusted import checked, intact, read_csv
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
 from visionattn.models.building import patch_size
@@ -26,6 +26,7 @@ from visionattn.models.conversion import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
 from visionattn.training.checkpoint import differences
+from visionattn.training.config import parse_train
 from visionattn.training.distil.distil_config import (
     STAGES,
     DistilConfig,
@@ -46,14 +47,13 @@ from visionattn.training.run_folder import (
     BEST,
     CONFIG,
     LOCK,
-    STATUS,
     can_go_on,
     clear,
     held,
     named_folder,
+    read_status,
 )
 from visionattn.training.run_progress import reached
-from visionattn.training.train_flags import parse_train
 
 DISTIL = "distil.yaml"
 """The configuration of a distillation, in its folder."""
@@ -315,8 +315,4 @@ def read_blocks(path: Path) -> list[int]:
 
 def is_done(folder: Path) -> bool:
     """Tell whether a stage is finished."""
-    try:
-        status = from_json(dict[str, Any], (folder / STATUS).read_text(), STATUS)
-    except (OSError, ValueError):
-        return False
-    return status.get("status") == "finished" and (folder / BEST).is_file()
+    return read_status(folder).get("status") == "finished" and (folder / BEST).is_file()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from timm.utils import random_seed
 from torch import nn
 
 from visionattn.data.data_checks import check_data, resolved
@@ -27,7 +28,7 @@ from visionattn.training.distil.imitation import (
     imitating_blocks,
     learn,
 )
-from visionattn.training.engine import Prepared, seed_everything
+from visionattn.training.engine import Prepared
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def open_taught(config: DistilConfig) -> Taught:
         ValueError, FileNotFoundError: unknown teacher, or a body that cannot be converted; one
             line.
     """
-    seed_everything(config.seed)
+    random_seed(config.seed % 2**32)
     vit, lines = teacher_of(config)
     exact, names = range(len(getattr(vit, "blocks", ()))), ("pos_antialias",)
     shared = {name: config.options[name] for name in names if name in config.options}
