@@ -104,7 +104,8 @@ def test_the_help_of_a_tool_has_its_file_for_a_name_and_is_else_that_of_its_comm
     with pytest.raises(SystemExit):
         main([*module.main.args, "--help"])
     of_command = capsys.readouterr().out
-    options = [text.partition("options:")[2] for text in (of_tool, of_command)]
+    behind = [text.partition("options")[2] for text in (of_tool, of_command)]
+    options = [text.partition("example:")[0] for text in behind]
     assert options[0] == options[1] != ""
     assert max(map(len, of_command.splitlines()[:-1])) <= 100
 

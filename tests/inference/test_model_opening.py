@@ -108,7 +108,6 @@ BAD = [
     ({"checkpoint": "garbled.pt", "model": MODEL}, "garbled.pt"),
     (OURS | {"model": MODEL}, f"states its model, {MODEL}; remove --model"),
     (OURS | {"args": {"depth": 1}}, "args need --model"),
-    (OURS | {"batch_size": "most"}, "batch_size must be at least 1"),
     (OURS | {"workers": 10**6}, "workers must be at most "),
     (OURS | {"device": "cuda:99"}, "is not available"),
     (

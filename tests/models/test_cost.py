@@ -307,8 +307,11 @@ def test_how_many_images_are_timed_depends_on_how_long_they_take(each, images, t
     assert found == pytest.approx(each * images) and seen == tried
 
 
-def test_a_forward_is_timed_on_images_as_the_model_takes_them_and_large_ones_by_smaller_ones():
+def test_a_forward_is_timed_on_images_as_the_model_takes_them_and_large_ones_by_smaller_ones(
+    monkeypatch,
+):
     seen, now = [], [0.0]
+    monkeypatch.setattr("visionattn.models.cost.time.perf_counter", lambda: now[0])
 
     class Sees(Means):
         def forward(self, images):
@@ -319,7 +322,7 @@ def test_a_forward_is_timed_on_images_as_the_model_takes_them_and_large_ones_by_
     def seconds(shape, model):
         seen.clear()
         passes = Passes(model, SPEC, CPU, "none")
-        return passes.forward_seconds(shape, (16, 16), lambda: now[0])
+        return passes.forward_seconds(shape, (16, 16))
 
     assert seconds((2, 16, 32), Sees()) == pytest.approx(512e-6)
     assert seen[-1] == ((2, 3, 16, 32), True, [-2.0])

@@ -31,6 +31,7 @@ from visionattn.training.distil.distil_config import (
 from visionattn.training.distil.distillation import distil
 from visionattn.training.distil.imitation import attention_losses, teacher_features
 from visionattn.training.distil.student import images_of
+from visionattn.training.training_cost import TrainingMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -202,8 +203,24 @@ def test_with_kept_tokens_the_teacher_runs_in_the_first_epoch_only(
     kept = tmp_path / "kept"
     run(config_of(tmp_path, teacher, **shared, teacher_cache=str(kept)))
     assert len(epochs(tmp_path / "small" / "b")) == 2
-    assert sum(computed) == len(list(kept.glob("*/*.npy"))) > 0
+    # One batch of the estimate is not kept; images are computed one at a time.
+    assert computed == [8] + [1] * len(list(kept.glob("*/*.npy"))) != [8]
     assert epochs(tmp_path / "small" / "b") == pytest.approx(epochs(whole / "b"), rel=1e-2)
+
+
+def test_kept_tokens_leave_the_estimate_of_memory_as_it_is(teacher, tmp_path, quadrant_images):
+    found, own = [], TrainingMemory.step_bytes
+
+    def noted(self, shape):
+        found.append((shape, own(self, shape)))
+        return found[-1][1]
+
+    quadrant_images.setattr(TrainingMemory, "step_bytes", noted)
+    for kept in (None, str(tmp_path / "kept")):
+        options = dict(stages=["b"], batch_size="auto", teacher_cache=kept)
+        run(config_of(tmp_path / str(kept is None), teacher, **options))
+    half = len(found) // 2
+    assert found[:half] == found[half:] and None not in dict(found).values()
 
 
 def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_images):

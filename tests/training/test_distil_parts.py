@@ -3,6 +3,7 @@ weights a stage begins with, and which options reach it.
 """
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -75,30 +76,41 @@ def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(
 
 
 def test_kept_tokens_are_computed_once_per_image_teacher_and_size(tmp_path):
-    teacher, calls = same_softmax(vit_of(class_token=False, global_pool="avg")), []
+    vit, calls = vit_of(class_token=False, global_pool="avg"), []
 
-    def kept_by(teacher, teacher_size="same"):
+    def kept_by(teacher, *options):
         def compute(images, sizes):
             calls.append(len(images))
-            return teacher_features(teacher, images, sizes, teacher_size)
+            return teacher_features(teacher, images, sizes)
 
-        return KeptTokens(str(tmp_path / "kept"), compute, teacher, teacher_size)
+        return KeptTokens(str(tmp_path / "kept"), compute, teacher, *options)
 
-    kept = kept_by(teacher)
+    def computed(kept, images, sizes=None):
+        calls.clear()
+        found = kept(images, sizes)
+        torch.testing.assert_close(found.float(), wanted(images, sizes), rtol=1e-3, atol=1e-3)
+        return sum(calls)
+
+    teacher = same_softmax(vit)
+    kept, wanted = kept_by(teacher, "same"), partial(teacher_features, teacher)
     padded, alone, sizes = beside_nothing(3, 12, 8)
-    wanted = teacher_features(teacher, padded, sizes)
-    for images in (slice(0, 1), slice(0, 3), slice(0, 3)):
-        found = kept(padded[images], sizes[images])
-        torch.testing.assert_close(found, wanted[images], rtol=1e-3, atol=1e-3)
-    assert calls == [1, 2]
-    kept(padded, None)  # other sizes
-    kept(alone, None)
-    kept_by(teacher)(alone, None)
-    assert calls == [1, 2, 3, 3]
+    assert computed(kept, padded[:1], sizes[:1]) == 1
+    assert [computed(kept, padded, sizes), computed(kept, padded, sizes)] == [2, 0]
+    assert [computed(kept, padded), computed(kept, alone)] == [3, 3]
+    again = kept_by(teacher, "same")
+    assert computed(again, alone) == 0
+    for file in (tmp_path / "kept").glob("*/*.npy"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert [computed(again, alone), computed(again, alone)] == [3, 0]
+    # Trials on blank images, other options and other teachers have no kept tokens.
+    blank = torch.full((2, 1, 8, 8), -2.0)
+    assert [computed(kept, blank), computed(kept, blank)] == [2, 2]
+    assert computed(kept_by(teacher, "tiled"), alone) == 3
+    calls.clear()
     with torch.autocast("cpu", torch.bfloat16):
         kept(alone, None)
     kept_by(same_softmax(vit_of(class_token=False, global_pool="avg", depth=1)))(alone, None)
-    assert calls == [1, 2, 3, 3, 3, 3]
+    assert sum(calls) == 6
 
 
 def test_a_step_takes_the_mean_of_images_and_teaches_the_student_alone():

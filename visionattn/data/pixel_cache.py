@@ -1,8 +1,9 @@
-"""Decoded pixels kept in a folder, so that later epochs and runs do not decode large files again.
+"""Arrays kept in a folder, so that later epochs and runs do not compute them again; decoded pixels
+of large files are such arrays.
 
-An entry is the result of a function that decodes, as a ``.npy`` file named by everything that
-determines it. Entries are written atomically and never change. So several processes and runs share
-a folder without locks, and it may be deleted at any time.
+An entry is the result of a function, as a ``.npy`` file named by everything that determines it.
+Entries are written atomically and never change. So several processes and runs share a folder
+without locks, and it may be deleted at any time.
 """
 
 import errno
@@ -33,15 +34,59 @@ SPARE_BYTES = 2**31
 """Free space that a cache leaves on its disk, for states and weights of runs."""
 
 
-class PixelCache:
+class ArrayCache:
+    """A folder of arrays.
+
+    Args:
+        folder: the first entry creates it.
+        option: the option with the folder, for messages.
+    """
+
+    def __init__(self, folder: str, option: str):
+        self.folder, self.option = Path(folder), option
+        # Shared with loading processes, so that only the first failure is reported.
+        self._full = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    def entry(self, key: bytes, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the array of a key; if it is missing or damaged, make and keep it."""
+        name = hashlib.sha256(key).hexdigest()
+        path = self.folder / name[:2] / f"{name[2:]}.npy"
+        try:
+            # Copy-on-write: values are read from the disk as they are used.
+            return np.asarray(np.load(path, mmap_mode="c"))
+        except (OSError, ValueError, EOFError):  # missing or damaged
+            made = make()
+        if not self._full:
+            self._write(path, made)
+        return made
+
+    def _write(self, path: Path, array: np.ndarray) -> None:
+        """Write an entry; after a failure, warn and write no more."""
+
+        def write(place: Path) -> None:
+            with open(place, "wb") as file:  # np.save would add a suffix to a path
+                np.save(file, array)
+
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(path.parent).free < array.nbytes + SPARE_BYTES:
+                raise OSError(errno.ENOSPC, f"less than {sized(SPARE_BYTES)} free on its disk")
+            write_whole(path, write)
+        except OSError as error:
+            self._full.fill_(True)
+            warnings.warn(
+                f"{self.option} {self.folder} is full ({error.strerror}); further images are "
+                "computed in each epoch",
+                stacklevel=2,
+            )
+
+
+class PixelCache(ArrayCache):
     """A folder of decoded pixels."""
 
     def __init__(self, folder: str):
-        """Store the folder; the first entry creates it."""
-        self.folder = Path(folder)
+        super().__init__(folder, "data.cache")
         self._versions = (visionattn.__version__, cv2.__version__, *map(version, DECODERS))
-        # Shared with loading processes, so that only the first failure is reported.
-        self._full = torch.zeros((), dtype=torch.bool).share_memory_()
 
     def keep(self, source: Source, index: int, *options: object) -> Keep:
         """Return the ``Keep`` of an image.
@@ -57,46 +102,7 @@ class PixelCache:
         )
 
     def _entry(self, known: tuple, part: object, make: Callable[[], np.ndarray]) -> np.ndarray:
-        name = hashlib.sha256(repr((known, part)).encode("utf-8", "surrogateescape")).hexdigest()
-        path = self.folder / name[:2] / f"{name[2:]}.npy"
-        try:
-            # Copy-on-write: pixels are read from the disk as they are used.
-            return np.asarray(np.load(path, mmap_mode="c"))
-        except (OSError, ValueError, EOFError):  # missing or damaged
-            made = make()
-        if not self._full:
-            self._write(path, made)
-        return made
-
-    def _write(self, path: Path, pixels: np.ndarray) -> None:
-        """Write an entry; after a failure, warn and write no more."""
-        try:
-            keep_array(path, pixels)
-        except OSError as error:
-            self._full.fill_(True)
-            warnings.warn(
-                f"data.cache {self.folder} is full ({error.strerror}); further images are decoded "
-                "in each epoch",
-                stacklevel=2,
-            )
-
-
-def keep_array(path: Path, array: np.ndarray) -> None:
-    """Write an entry of a cache atomically, and its folder.
-
-    Raises:
-        OSError: it cannot be written, or the disk would have less than ``SPARE_BYTES`` left.
-    """
-
-    def write(place: Path) -> None:
-        with open(place, "wb") as file:  # np.save would add a suffix to a path
-            np.save(file, array)
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(path.parent).free < array.nbytes + SPARE_BYTES:
-        problem = f"less than {sized(SPARE_BYTES)} free on its disk"
-        raise OSError(errno.ENOSPC, problem, str(path.parent))
-    write_whole(path, write)
+        return self.entry(repr((known, part)).encode("utf-8", "surrogateescape"), make)
 
 
 def identity(source: Source, index: int) -> str | None:

@@ -20,7 +20,6 @@ from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
 from visionattn.inference.model_opening import Opened, open_model
-from visionattn.inference.picture_folder import about
 from visionattn.inference.result_files import write_records, write_table
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.patches import call
@@ -78,6 +77,8 @@ def predict(options: PredictOptions, say: Callable[[str], None]) -> None:
             columns = [*FIELDS, *listing.columns, *columns_of(spec, top_k)]
             write_table(output, columns, (flat(row, top_k) for row in rows()))
         else:
+            from visionattn.inference.picture_folder import about
+
             head = {"provenance": about(opened, options)}
             write_records(output, head, "rows", map(json.dumps, rows()))
     done = len(images) - len(failed)

@@ -11,8 +11,10 @@ from torch import Tensor
 from visionattn.data.geometry import Size
 from visionattn.models.pixel_decoder import PixelDecoder
 
-CHECKED = 1024
-"""Number of values after which the outputs are checked."""
+BLOCK = 1024
+"""Number of values of an image whose random numbers are drawn at once, and after which its outputs
+are checked.
+"""
 
 
 def numbers_of(seed: int, image: int, copy: int) -> np.random.Generator:
@@ -74,7 +76,7 @@ def sample_values(
         ``[B, 2]``.
 
     Raises:
-        ValueError: the outputs of the model are not finite; raised within ``CHECKED`` values.
+        ValueError: the outputs of the model are not finite; raised within ``BLOCK`` values.
     """
     device = given.device
     state = model.begin(len(numbers), size, labels)
@@ -82,15 +84,18 @@ def sample_values(
     nats = torch.zeros(len(numbers), 2, dtype=torch.float64, device=device)
     chosen, randoms = None, [numbers_of(seed, *each) for each in numbers]
     for place in range(state.values):
+        if place % BLOCK == 0:
+            count = min(BLOCK, state.values - place)
+            uniforms = nats.new_tensor(np.stack([each.random(count) for each in randoms], 1))
         logits = model.step(chosen, state).double()
         is_new = place >= given.shape[1]
-        drawn = nats.new_tensor([each.random() for each in randoms])
+        drawn = uniforms[place % BLOCK]
         chosen = choose(logits, temperature, drawn) if is_new else given[:, place]
         nats[:, int(is_new)] -= logits.log_softmax(1).gather(1, chosen[:, None])[:, 0]
         values[:, place] = chosen
         # On a GPU, reading the sums takes as long as a step.
         is_last = place == state.values - 1
-        if (place % CHECKED == 0 or is_last) and not nats.isfinite().all():
+        if (place % BLOCK == 0 or is_last) and not nats.isfinite().all():
             raise ValueError(
                 f"the outputs of the model are not finite at value {place + 1} or before; try "
                 "--amp none"

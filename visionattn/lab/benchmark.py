@@ -55,7 +55,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     name, *words = argv or ("",)
     if name in ("-h", "--help"):
         show(commands())
-        return
+        raise SystemExit(0)
     if name == "gpu":
         benchmark_gpu(words, show)
         return

@@ -236,6 +236,6 @@ def _measure_value(target: Target) -> Record:
 
 
 def _record(target: Target, status: str, value: float | None = None) -> Record:
-    record: Record = dict.fromkeys(COLUMNS.values())
+    record: Record = dict.fromkeys([*COLUMNS.values(), "seconds", "baseline_seconds", "rounds"])
     record |= {"what": target.what, "at": target.at, "reach": target.reach, "measured": value}
     return record | {"met": status if value is None else target.met(value)}

@@ -251,7 +251,9 @@ def open_source(
     """
     with ExitStack() as failed:
         path = os.fspath(image) if isinstance(image, (str, os.PathLike)) else path_of(image)
-        name = name or path or f"the {'array' if hasattr(image, 'shape') else 'image'}"
+        stated = getattr(image, "name", "") if hasattr(image, "read") else ""
+        name = name or path or (stated if isinstance(stated, str) else "")
+        name = name or f"the {'array' if hasattr(image, 'shape') else 'image'}"
         try:
             reader = _open(image, options or ReadOptions())
             failed.callback(reader.close)

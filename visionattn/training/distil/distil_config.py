@@ -101,8 +101,8 @@ class DistilConfig(StudentOptions):
     """Stage c."""
     teacher_cache: str | None = None
     """Folder for the teacher's tokens of stages b and c, so that the teacher computes each image
-    once: in float16, 1 MiB for 1,370 tokens of width 384. Needs images that do not change:
-    data.augment none, and no data.crop.
+    once at each size: in float16, 1 MiB for 1,370 tokens of width 384. Needs images that do not
+    change: data.augment none, and no data.crop.
     """
     data: DataConfig = field(default_factory=DataConfig)
     """The images; classes are ignored, and a folder needs no class folders. Without fit, img_size
@@ -185,6 +185,11 @@ def check_distil(config: DistilConfig) -> None:
             config.teacher_cache is not None and (data.augment != "none" or data.crop is not None),
             "teacher_cache needs the same pixels in each epoch; use data.augment none and no "
             "data.crop, or remove teacher_cache",
+        ),
+        (
+            config.teacher_cache is not None and stages == ["a"],
+            "teacher_cache keeps tokens of stages b and c; add one to stages, or remove "
+            "teacher_cache",
         ),
         (data.mean is not None, by_teacher.format("mean")),
         (data.std is not None, by_teacher.format("std")),

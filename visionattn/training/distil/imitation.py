@@ -147,7 +147,8 @@ class Imitating(Objective):
         self.stage, self.labelled = stage, labelled
         self.features = partial(teacher_features, self.teacher, teacher_size=teacher_size)
         if kept is not None and stage != "a":
-            self.features = KeptTokens(kept, self.features, self.teacher, teacher_size)
+            known = teacher_size, teacher.pos_antialias
+            self.features = KeptTokens(kept, self.features, self.teacher, *known)
 
     def called(self, model: nn.Module) -> Imitation:
         """Return the student with its teacher."""

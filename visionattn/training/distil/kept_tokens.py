@@ -1,19 +1,19 @@
 """Keep a teacher's tokens in a folder, so that later epochs and runs read them.
 
 The teacher's time is quadratic in the number of patches; for large images it is most of a training
-step. Entries are named by a digest of pixels and teacher, so several processes and distillations
-share a folder without locks, and it may be deleted at any time.
+step.
 """
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from visionattn.data.pixel_cache import keep_array
+import visionattn
+from visionattn.data.pixel_cache import ArrayCache
+from visionattn.models.weights import digest_of_weights
 
 
 class KeptTokens:
@@ -24,7 +24,7 @@ class KeptTokens:
         compute: returns the tokens ``[B, N, D]`` of ``images [B, C, H_px, W_px]`` and
             ``sizes [B, 2]``.
         teacher: the model that ``compute`` calls.
-        options: everything else that determines the tokens; their ``repr`` is part of the name.
+        options: everything else that determines the tokens; their ``repr`` is part of the key.
     """
 
     def __init__(
@@ -34,34 +34,25 @@ class KeptTokens:
         teacher: nn.Module,
         *options: object,
     ):
-        self.folder, self.compute = Path(folder), compute
-        known = hashlib.sha256(repr(options).encode())
-        for name, value in teacher.state_dict().items():
-            known.update(name.encode())
-            known.update(value.cpu().contiguous().view(torch.uint8).numpy())
-        self._teacher = known.digest()
+        self.compute, self._cache = compute, ArrayCache(folder, "teacher_cache")
+        weights = digest_of_weights(teacher)
+        self._known = repr((visionattn.__version__, weights, repr(teacher), options))
 
     @torch.no_grad()
     def __call__(self, images: Tensor, sizes: Tensor | None) -> Tensor:
-        """Return the tokens of each image, rounded to float16, as float32 ``[B, N, D]``.
+        """Return the tokens of images, rounded to float16, as float32 ``[B, N, D]``.
 
-        Raises:
-            OSError: an entry cannot be written, or the disk is almost full.
+        Blank images, on which memory and time are measured, are always computed.
         """
-        own_sizes = [None] * len(images) if sizes is None else sizes.tolist()
-        paths = [self._path(*each) for each in zip(images, own_sizes, strict=True)]
-        missing = [i for i, path in enumerate(paths) if not path.exists()]
-        if missing:
-            tokens = self.compute(images[missing], None if sizes is None else sizes[missing])
-            for i, entry in zip(missing, tokens.half().cpu().numpy(), strict=True):
-                keep_array(paths[i], entry)
-        kept = np.stack([np.load(path) for path in paths])
-        return torch.from_numpy(kept).to(images.device).float()
+        if isinstance(images, FakeTensor) or torch.equal(images.amax((2, 3)), images.amin((2, 3))):
+            return self.compute(images, sizes).float()
+        each_size = [None] * len(images) if sizes is None else sizes.split(1)
+        kept = [self._tokens(*each) for each in zip(images.split(1), each_size, strict=True)]
+        return torch.from_numpy(np.concatenate(kept)).to(images.device).float()
 
-    def _path(self, image: Tensor, size: list[int] | None) -> Path:
+    def _tokens(self, image: Tensor, size: Tensor | None) -> np.ndarray:
         kind = image.device.type
         amp = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        digest = hashlib.sha256(self._teacher + repr((image.shape, size, amp)).encode())
-        digest.update(image.float().cpu().contiguous().numpy())
-        name = digest.hexdigest()
-        return self.folder / name[:2] / f"{name[2:]}.npy"
+        known = repr((self._known, image.shape, None if size is None else size.tolist(), amp))
+        key = known.encode() + image.float().cpu().numpy().tobytes()
+        return self._cache.entry(key, lambda: self.compute(image, size).half().cpu().numpy())
