@@ -198,6 +198,7 @@ def test_damaged_and_missing_files_are_written_again_and_others_left_alone(folde
     assert "7 of 7 images are done" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:this CPU has no bf16 units")
 def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(folder, capsys):
     assert extract() == 0
     before = written(folder / "out")

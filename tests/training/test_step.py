@@ -14,6 +14,7 @@ from tests.helpers.small_runs import batch, small_config, small_trainer
 from visionattn.cli.exit_codes import NonFinite
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
+from visionattn.models import devices
 from visionattn.training.config import OptimConfig
 from visionattn.training.nonfinite_modules import first_non_finite
 from visionattn.training.optimize import (
@@ -205,7 +206,8 @@ def test_the_loss_is_the_cross_entropy_with_smoothing_or_with_shares_of_classes(
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_mixed_precision_steps_follow_those_of_full_precision(tmp_path, amp):
+def test_mixed_precision_steps_follow_those_of_full_precision(tmp_path, amp, monkeypatch):
+    monkeypatch.setattr(devices, "has_bfloat16_products", lambda: True)
     full = small_trainer(small_config(tmp_path, optim={"clip_grad": None}))
     low = small_trainer(small_config(tmp_path, optim={"clip_grad": None}, amp=amp))
     scaled = low.optimizer_step.scaler.is_enabled()
@@ -216,6 +218,22 @@ def test_mixed_precision_steps_follow_those_of_full_precision(tmp_path, amp):
     assert low_norm == pytest.approx(norm, rel=0.05)
     assert low.model.head.weight.dtype == torch.float32
     assert low.optimizer_step.scaler.is_enabled() == (amp == "fp16")
+
+
+def test_amp_auto_trains_in_what_the_processor_multiplies_fast(tmp_path, monkeypatch):
+    def trainer(amp, has_units):
+        monkeypatch.setattr(devices, "has_bfloat16_products", lambda: has_units)
+        return small_trainer(small_config(tmp_path, amp=amp))
+
+    losses = {}
+    for has_units, amp in ((True, "bf16"), (False, "none")):
+        auto, chosen = trainer("auto", has_units), trainer(amp, has_units)
+        losses[amp], _, _ = auto.step([batch(8)])
+        assert chosen.step([batch(8)])[0] == losses[amp]
+        assert ("in bf16" in auto.describe()[0]) == has_units
+    assert losses["bf16"] != losses["none"]
+    with pytest.warns(UserWarning, match="no bf16 units, so bf16 is slow; use --amp auto"):
+        trainer("bf16", False)
 
 
 def spoil(trainer, name: str, value: float) -> None:

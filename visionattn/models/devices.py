@@ -1,6 +1,7 @@
 """Devices, precisions and random generators of this machine."""
 
 import random
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,16 +16,20 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def precision_taken(amp: str, device: torch.device) -> str:
     """Return ``bf16`` or ``none`` for ``auto``: bf16 if the device supports its products; other
-    precisions are unchanged.
+    precisions are unchanged. Warn if they are slow.
     """
-    if amp != "auto":
-        return amp
-    has = torch.cuda.is_bf16_supported if device.type == "cuda" else has_bfloat16_products
-    return "bf16" if device.type in ("cpu", "cuda") and has() else "none"
+    if amp == "auto":
+        has = torch.cuda.is_bf16_supported if device.type == "cuda" else has_bfloat16_products
+        return "bf16" if device.type in ("cpu", "cuda") and has() else "none"
+    if amp == "bf16" and device.type == "cpu" and not has_bfloat16_products():
+        warnings.warn("this CPU has no bf16 units, so bf16 is slow; use --amp auto", stacklevel=2)
+    return amp
 
 
 def autocast(device: torch.device, amp: str):
-    """Return the context of mixed precision: ``amp`` is ``none``, ``bf16`` or ``fp16``."""
+    """Return the context of mixed precision ``amp``: ``none``, ``bf16``, ``fp16`` or ``auto``."""
+    if amp == "auto":
+        amp = precision_taken(amp, device)
     return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=AMP_DTYPES[amp])
 
 

@@ -136,8 +136,8 @@ class TrainConfig:
     """
     device: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
-    amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision (AMP)."""
+    amp: Literal["none", "bf16", "fp16", "auto"] = "none"
+    """Automatic mixed precision (AMP). ``auto``: bf16 if the CPU or GPU has bf16 units."""
     compile: bool = False
     """Compile the model with ``torch.compile``."""
     seed: int = 0

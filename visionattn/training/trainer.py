@@ -31,7 +31,7 @@ from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
 from visionattn.data.synthetic_images import seen_as
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.building import patch_size
-from visionattn.models.devices import autocast, random_state, restore_random_state
+from visionattn.models.devices import autocast, precision_taken, random_state, restore_random_state
 from visionattn.models.large.row_parallel import cut_rows
 from visionattn.models.patches import input_size, takes_sizes
 from visionattn.models.registration import complete
@@ -162,8 +162,9 @@ class Trainer:
             per_image=self.processes.per_image,
             timeout=timedelta(seconds=config.dist_timeout),
         )
+        self.precision = precision_taken(config.amp, device)
         self.optimizer_step = OptimizerStep(
-            model, config.optim, device, config.amp, loss=self.objective.loss
+            model, config.optim, device, self.precision, loss=self.objective.loss
         )
         self.optimizer = self.optimizer_step.optimizer
         self.steps_per_epoch = steps = math.ceil(len(self.batches) / config.optim.accumulate)
@@ -222,7 +223,8 @@ class Trainer:
         return [
             f"{self.config.model.name}: {count:,} parameters{kept}, {images}, {self.config.epochs} "
             f"epochs of {self.steps_per_epoch} steps on "
-            f"{self.processes.describe(self.device, self.spread.kind)}",
+            f"{self.processes.describe(self.device, self.spread.kind)}"
+            f"{'' if self.precision == 'none' else f' in {self.precision}'}",
             seen,
         ]
 
@@ -487,7 +489,7 @@ class Trainer:
 
         def forward(number: int, batch: Batch) -> None:
             seed_batch(self.config.seed, self.position.epoch, number, self.processes.data_rank)
-            with autocast(self.device, self.config.amp):
+            with autocast(self.device, self.precision):
                 inputs, targets = self.inputs(batch)
                 self.objective.outputs(model, inputs, self.sizes_of(batch), targets)
 
@@ -523,7 +525,7 @@ class Trainer:
                 progress.over(interruption.watch(batches), lambda _: 1),
                 spec or self.spec,
                 device=self.device,
-                amp=self.config.amp,
+                amp=self.precision,
                 processes=self.processes,
                 objective=self.objective,
                 tally=tally if self.processes.counts else None,

@@ -118,8 +118,10 @@ class DistilConfig(StudentOptions):
     """Seed of initial weights, order of images, augmentation, and splits of built-in datasets."""
     device: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: the GPU if available."""
-    amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision (AMP) of student and teacher."""
+    amp: Literal["none", "bf16", "fp16", "auto"] = "none"
+    """Automatic mixed precision (AMP) of student and teacher. ``auto``: bf16 if the CPU or GPU has
+    bf16 units.
+    """
     threads: int | None = None
     """CPU threads; None: chosen by torch."""
     output: str = "checkpoints"
