@@ -19,7 +19,7 @@ from visionattn.cli.exit_codes import run_tool
 from visionattn.models.state_dicts import shorten
 from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
-from visionattn.training.checkpoint import read_state, save_state
+from visionattn.training.checkpoint import differences, read_state, save_state
 
 PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -254,3 +254,10 @@ def test_names_that_differ_in_the_block_alone_are_written_once():
     several = [f"blocks.{i}.a" for i in (10, 0, 1, 2, 4, 5, 12)]
     assert shorten(several) == "blocks.{0-2,4-5,10,12}.a"
     assert shorten([f"n{i}" for i in "abcde"], most=2) == "na, nb and 3 more"
+
+
+def test_a_removed_argument_is_a_changed_option():
+    old = {"epochs": 2, "options": {"relative": "none", "value_conv": 5}}
+    new = {"epochs": 2, "options": {"value_conv": 5}}
+    assert differences(old, new) == ["  options.relative is now None, was none"]
+    assert differences(new, old) == ["  options.relative is now none, was None"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from tests.helpers.small_runs import (
     MODEL,
@@ -37,6 +38,7 @@ from visionattn.models.devices import random_state
 from visionattn.training import engine, training_cost
 from visionattn.training.distributed import Processes
 from visionattn.training.run_folder import CONFIG, LAST, STATUS
+from visionattn.training.trainer import forward_share
 from visionattn.training.training_cost import (
     TrainingMemory,
     forecast,
@@ -337,6 +339,13 @@ def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, timed, checkpo
     assert steps == pytest.approx(3 * (4 + 4 * 23 / 64 / forwards))
 
 
+def test_frozen_parameters_shorten_a_step():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 12, bias=False))
+    model[1].weight.requires_grad_(False)  # 48 of 64 parameters
+    assert forward_share(model, False) == pytest.approx(1 / (1 + 2 / 4))
+    assert forward_share(model, True) == pytest.approx(1 / (1 + 3 / 4))
+
+
 def test_pixels_of_a_pixel_model_count_as_patches():
     assert cell_px(Geometry("crop", (32, 32)), "grey_one_hot") == 1
     assert cell_px(Geometry("crop", (32, 32))) == 256  # a model without patches
@@ -347,7 +356,8 @@ def test_a_head_on_kept_features_is_not_timed(tmp_path, timed):
     trainer = small_trainer(small_config(tmp_path), quadrants(64))
     trainer.config.data.features = "features"
     told = forecast(trainer, Expected(1 << 20, None))
-    assert timed == [] and told.endswith("estimated time: known after the first steps")
+    memory = "peak memory: 1 MiB estimated"
+    assert timed == [] and told == f"{memory}; estimated time: known after the first steps"
 
 
 def test_the_median_of_batches_is_timed_unless_the_model_is_cut(tmp_path, monkeypatch, timed):

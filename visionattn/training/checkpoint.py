@@ -306,11 +306,11 @@ def check_options(
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return a line for each changed option, except ``QUIET`` ones."""
-    before = flat(old)
+    before, after = flat(old), flat(new)
     return [
-        f"  {key} is now {value}, was {before.get(key)}"
-        for key, value in flat(new).items()
-        if key not in QUIET and before.get(key) != value
+        f"  {key} is now {after.get(key)}, was {before.get(key)}"
+        for key in after | before
+        if key not in QUIET and before.get(key) != after.get(key)
     ]
 
 

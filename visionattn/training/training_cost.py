@@ -40,7 +40,7 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes, choose_kind
 from visionattn.training.freezing import begin_training
 from visionattn.training.objectives import Objective, objective_of
-from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED, Trainer
+from visionattn.training.trainer import Trainer, forward_share
 
 MOMENTS = 2
 """Copies of the parameters' memory that the optimizers keep as state."""
@@ -312,13 +312,15 @@ def forecast(trainer: Trainer, memory: Expected) -> str | None:
     images = images_of(shapes[:, 1:], count, cell, cells=cells)
     usual = shapes[np.argsort(shapes.prod(1), kind="stable")[len(shapes) // 2]].tolist()
     tried = share_of((usual[0], usual[1], usual[2]), size)
-    # A sharded model, or a model that shares images, cannot run on one process. A head on kept
-    # features trains on samples of patches, so its time does not follow the size of images.
-    timed = trainer.spread.kind in (None, "ddp") and config.data.features is None
+    later = f"{memory}; estimated time: known after the first steps"
+    if config.data.features is not None:  # samples of patches, whose size says nothing of images
+        return later
+    # A sharded model, or a model that shares images, cannot run on one process.
+    timed = trainer.spread.kind in (None, "ddp")
     each = trainer.processes.gather(forward_seconds(trainer, tried) if timed else None)[0]
     if each is None:
-        return f"{images}; {memory}; estimated time: known after the first steps"
-    share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
+        return f"{images}; {later}"
+    share = forward_share(trainer.called, config.model.grad_checkpointing)
     per_pixel = each / math.prod(tried[1:]) / share
     trained, validated = (
         per_pixel * np.ceil(part[:, 0] / size) * part[:, 1:].prod(1) for part in (shapes, evaluated)

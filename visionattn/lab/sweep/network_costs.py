@@ -31,7 +31,7 @@ from visionattn.models.devices import pick_device
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.trainer import FORWARD, FORWARD_CHECKPOINTED
+from visionattn.training.trainer import forward_share
 from visionattn.training.training_cost import TrainingMemory
 
 PASSES = ("inference", "training")
@@ -217,7 +217,7 @@ def expect(plan: SweepPlan, network: Network) -> tuple[float | None, float | Non
     shape = (batch, network.img_size, network.img_size)
     seconds = memory.passes.forward_seconds(shape, memory.patch_px)
     if seconds is not None:
-        share = FORWARD_CHECKPOINTED if config.model.grad_checkpointing else FORWARD
+        share = forward_share(model, config.model.grad_checkpointing)
         seconds *= config.epochs * (len(splits.train) / share + len(splits.validation))
     return memory.bytes_of(shape), seconds
 
