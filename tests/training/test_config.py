@@ -275,3 +275,13 @@ def test_the_other_values_of_a_stage_are_its_own_defaults(tmp_path):
     for words in (["--teacher", "test_vit", "--b.epochs", "2"], ["--config", str(path)]):
         config = parse_distil(words)
         assert (config.b.epochs, config.b.lr, config.c.lr) == (2, 5e-4, 1e-4)
+
+
+def test_null_removes_an_argument_of_the_configuration(tmp_path):
+    file = tmp_path / "windows.yaml"
+    file.write_text("model: {args: {patch_size: 8, window_size: 7}}")
+    removed = ["--config", str(file), "--model.args.window_size", "null"]
+    assert parse(TrainConfig, removed).model.args == {"patch_size": 8}
+    # Without such an argument nothing is removed, and building the model refuses null.
+    given = ["--model.args.window_size", "null"]
+    assert parse(TrainConfig, given).model.args == {"window_size": None}

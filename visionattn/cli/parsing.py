@@ -115,7 +115,7 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 def _nested(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Turn dotted names and values into nested mappings. A key below a field, such as
-    ``args.depth``, changes a copy of the field's mapping.
+    ``args.depth``, changes a copy of the field's mapping; null removes the key.
     """
     found: dict[str, Any] = {}
     for name in sorted(values, key=len):
@@ -125,7 +125,10 @@ def _nested(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
             inner = place.get(group) or {}
             place[group] = dict(inner) if ".".join(groups[:depth]) in names else inner
             place = place[group]
-        place[leaf] = values[name]
+        if values[name] is None and leaf in place:
+            del place[leaf]
+        else:
+            place[leaf] = values[name]
     return found
 
 
