@@ -98,6 +98,7 @@ def test_published_model_differs_from_ours_in_position_pooling_and_temperature()
     assert published.global_pool == "token"
     assert published.blocks[0].attn.temperature.tolist() == [1.0] * 3
     assert ours.blocks[1].attn.temperature.tolist() == [4.0] * 3
+    assert ours.blocks[0].attn.value_conv.weight.shape[-1] == 3
 
 
 def test_set_input_size_moves_the_native_grid():

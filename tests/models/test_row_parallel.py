@@ -228,7 +228,7 @@ def test_what_is_sent_does_not_grow_with_the_tokens(name, found):
         of_few, of_many = each["traffic"][name]
         assert [kind for kind, _ in of_few] == [kind for kind, _ in of_many] != []
         few, many = (sum(size for _, size in sent) for sent in (of_few, of_many))
-        assert many < 1.2 * few
+        assert many < 1.5 * few  # images of twice the tokens
 
 
 def test_dropped_values_are_the_same_draws_of_what_all_ranks_have(found):

@@ -12,8 +12,6 @@ from safetensors.torch import save, save_file
 
 from tests.helpers.small_runs import SPEC
 from tests.training.test_checkpoint import small_model
-from visionattn.inference.inference_options import InferenceOptions
-from visionattn.inference.model_opening import open_model
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import from_softmax
 from visionattn.models.weights import (
@@ -95,8 +93,6 @@ def test_a_pickle_is_read_whatever_its_name_and_explained_where_it_is_no_use(
             ValueError, match=r"expected a safetensors file, got a pickle of torch.save"
         ):
             read(path)
-    with pytest.raises(ValueError, match="does not state its model; pass --model"):
-        open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
 
 
 def test_what_wraps_a_model_is_taken_off_every_name(tmp_path):
