@@ -24,7 +24,6 @@ from visionattn.ops.position import joint_position
 from visionattn.ops.taylorshift import taylorshift_attention as taylorshift_room
 
 WIDTHS = (8, 16, 32, 64, 128)
-ODD_WIDTHS = (1, 3, 7, 24, 77)
 ROOMS = {"taylorshift": taylorshift_room, "kernelized": kernelized_room}
 
 
