@@ -227,8 +227,8 @@ CHANGES = {
     r"its blocks.1.norm2 is LayerNorm.*eps=0.5": lambda vit: setattr(
         vit.blocks[1].norm2, "eps", 0.5
     ),
-    r"its blocks\.1\.attn\.gate is Linear": lambda vit: vit.blocks[1].attn.add_module(
-        "gate", nn.Linear(24, 24)
+    r"its blocks\.1\.attn\.gate is Linear": lambda vit: setattr(
+        vit.blocks[1].attn, "gate", nn.Linear(24, 24)
     ),
     r"its blocks\.1\.attn is Attention": lambda vit: setattr(vit.blocks[1].attn, "head_dim", 4),
 }
