@@ -53,11 +53,3 @@ def trained_classifier(tmp_path_factory):
     from tests.helpers.trained_models import train_classifier
 
     return train_classifier(tmp_path_factory.mktemp("classifier"))
-
-
-@pytest.fixture(scope="session")
-def trained_segmenter(tmp_path_factory):
-    """A run whose classes of pixels are three colors."""
-    from tests.helpers.trained_models import train_segmenter
-
-    return train_segmenter(tmp_path_factory.mktemp("segmenter"))

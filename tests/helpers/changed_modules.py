@@ -2,33 +2,23 @@
 and quantization leave them.
 """
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 
 class Adapted(nn.Module):
-    """A linear layer or a convolution with a term of low rank beside it, as LoRA adds it."""
+    """A linear layer or a convolution with another one beside it, as LoRA adds it."""
 
     def __init__(self, base):
         super().__init__()
-        self.base = base
-        if isinstance(base, nn.Conv2d):
-            self.down = nn.Conv2d(
-                base.in_channels,
-                2,
-                base.kernel_size,
-                base.stride,
-                bias=False,
-                dtype=base.weight.dtype,
-            )
-            self.up = nn.Conv2d(2, base.out_channels, 1, bias=False, dtype=base.weight.dtype)
-        else:
-            self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
-            self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+        self.base, self.beside = base, copy.deepcopy(base)
+        nn.init.normal_(self.beside.weight, std=0.1)
 
     def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+        return self.base(x) + self.beside(x)
 
 
 class Centred(nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import tifffile
 import timm
 import torch
+import zarr
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -136,6 +137,13 @@ def read_index(folder: Path) -> list[dict[str, str]]:
     """The rows of the index of a folder of features."""
     with open(folder / "index.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def read_map(path: str) -> np.ndarray:
+    """The array in an ``.npy``, ``.zarr`` or TIFF."""
+    if path.endswith(".zarr"):
+        return zarr.open_array(path, mode="r")[:]
+    return np.load(path) if path.endswith(".npy") else tifffile.imread(path)
 
 
 def feature_of(folder: Path, row: dict[str, str]) -> np.ndarray:

@@ -93,21 +93,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def saved_bytes(function: Callable[..., Tensor], tensors: dict[str, Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass, each storage counted once."""
-    storages: dict[int, int] = {}
-
-    def remember(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    inputs = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        out = function(**inputs)
-    assert out.requires_grad
-    return sum(storages.values())
-
-
 def peak_bytes(function: Callable[[], object]) -> int:
     """Highest level of CPU memory while ``function`` runs, above the level before it, as the
     profiler saw it.

@@ -18,6 +18,7 @@ from tests.helpers.inference_files import (
     MODEL,
     flags,
     read_index,
+    read_map,
     write_segmenter,
     write_tiff,
     write_weights,
@@ -200,15 +201,6 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     assert "resuming at band" in capsys.readouterr().out
     assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
     assert not hidden(folder)
-    painted = native("--checkpoint", "painter.safetensors", *BOUND, output="painted")
-    with monkeypatch.context() as patch:
-        stop_at(patch, {19})
-        assert run("predict", painted) == 130
-    assert run("predict", [*painted, *MAPS]) == 2
-    assert (
-        "work of another call for painted: save null there, probabilities"
-        in capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize(
@@ -270,16 +262,6 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
     assert "band by band only --show winners works" in capsys.readouterr().err
 
 
-def opened(path: str) -> np.ndarray:
-    if path.endswith(".npy"):
-        return np.load(path)
-    if path.endswith(".zarr"):
-        import zarr
-
-        return zarr.open_array(path, mode="r")[:]
-    return tifffile.imread(path)
-
-
 @pytest.mark.parametrize("output", ["map.npy", "map.zarr", "map.tif"])
 def test_features_become_a_map_in_a_file_of_its_own(folder, capsys, output):
     assert run("features", map_of_slide(*BOUND, output=output)) == 0
@@ -288,7 +270,7 @@ def test_features_become_a_map_in_a_file_of_its_own(folder, capsys, output):
     assert "17 x 13 patches in " in said and " 1 bands" not in said
     options = dict(dense=True, img_size="native")
     whole = visionattn.extract_features("best.safetensors", "slide.tif", **options)[0].numpy()
-    assert np.abs(opened(output) - whole).max() < 1e-5 * np.abs(whole).max()
+    assert np.abs(read_map(output) - whole).max() < 1e-5 * np.abs(whole).max()
     assert not hidden(folder)
 
 
@@ -304,7 +286,7 @@ def test_classes_of_pixels_and_their_probabilities_become_maps_in_files_of_their
     maps = np.load("whole/slide.npy")
     for output in ("map.npy", "map.zarr", "map.tif"):
         assert run("predict", [*given, *BOUND, "--output", output]) == 0
-        bands = opened(output)
+        bands = read_map(output)
         assert bands.dtype == np.float16 and np.array_equal(bands.argmax(0), found)
         assert np.abs(bands.astype(float) - maps).max() < 2**-9
     assert run("predict", [*given, *BOUND, "--output", "bands"]) == 0
@@ -315,7 +297,7 @@ def test_classes_of_pixels_and_their_probabilities_become_maps_in_files_of_their
 def test_a_kill_once_the_map_has_its_name_leaves_a_whole_map(folder, monkeypatch):
     words = map_of_slide(*BOUND, output="map.zarr")
     assert run("features", words) == 0
-    expected = opened("map.zarr")
+    expected = read_map("map.zarr")
     shutil.rmtree("map.zarr")
 
     class Killed(BaseException):
@@ -330,7 +312,7 @@ def test_a_kill_once_the_map_has_its_name_leaves_a_whole_map(folder, monkeypatch
             run("features", words)
     assert (folder / "map.zarr").exists() and hidden(folder)
     assert run("features", words) == 0
-    assert np.array_equal(opened("map.zarr"), expected)
+    assert np.array_equal(read_map("map.zarr"), expected)
     assert not hidden(folder)
 
 

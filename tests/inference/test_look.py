@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, write_image, write_weights
 from tests.helpers.tools import written
 from visionattn.command import run
 from visionattn.data.geometry import Box
-from visionattn.inference import attribution_folder
-from visionattn.inference.look_options import parse_look
-from visionattn.models.attribution import find_attribution, principal, watch
+from visionattn.inference import attribution_folder, attribution_pictures
+from visionattn.models.attribution import find_attribution
 from visionattn.models.weights import DataSpec, load_model
 
 MAX = ARGS | dict(global_pool="max", class_token=False)
@@ -133,12 +131,6 @@ def test_many_bands_of_any_range_are_drawn(folder):
     assert summary(folder / "out")[0]["class"] in ("0", "1")
 
 
-def test_a_model_that_comes_with_weights_may_stand_first(folder):
-    options = parse_look(["scaleformer_vit_digits", "a.png", "b.png", "--output", "out"])
-    assert (options.model, options.pretrained) == ("scaleformer_vit_digits", True)
-    assert options.images == ["a.png", "b.png"] and options.checkpoint is None
-
-
 def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     model = load_model(FILE).train()
     options = dict(blocks=[0], target=3, img_size="native")
@@ -158,10 +150,8 @@ def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     assert again.patch_at(39, 0) == (4, 0) and again.box(4, 6) == Box(32, 48, 8, 8)
 
 
-PREFIX = 2
-TINY = ARGS | dict(global_pool="avgmax", class_token=True, reg_tokens=PREFIX - 1, horizon=2)
+TINY = ARGS | dict(global_pool="avgmax", class_token=True, reg_tokens=1, horizon=2)
 ORANGE, BLUE, GREEN = (213, 94, 0), (0, 114, 178), (0, 128, 80)
-GREY = (107, 107, 107)
 PATCH, ASKED = 8, (1, 2)
 """Pixels of a patch, and the patch whose row of attention is drawn: no mirror image of itself."""
 LARGE_PX = 1921
@@ -174,22 +164,22 @@ class Case:
     file: tuple[int, int]
     seen: tuple[int, int]
     """The size at which the model sees what it sees."""
-    flags: str
+    options: dict
     each: int = 1
     """Pixels of the file along the side of one of the model's."""
     first: tuple[int, int] = (0, 0)
     """Where in the file the part begins that the model sees."""
     times: int = 9
     """Pixels of the picture along the side of one of the file."""
-    canvas: tuple[int, int] | None = None
-    """The size of the input, where the image does not fill it."""
 
 
 CASES = {
-    "native": Case((37, 52), (37, 52), "--img-size native"),
-    "cropped": Case((144, 131), (48, 32), "--img-size 48 32 --fit crop", 3, (0, 17), 3),
-    "too large to draw": Case((280, 336), (32, 48), "--img-size 32 48 --fit crop", 7, (28, 0)),
-    "padded": Case((40, 56), (40, 56), "--img-size 56 56 --fit pad", canvas=(56, 56)),
+    "native": Case((37, 52), (37, 52), dict(img_size="native")),
+    "cropped": Case((144, 131), (48, 32), dict(img_size=[48, 32], fit="crop"), 3, (0, 17), 3),
+    "too large to draw": Case(
+        (280, 336), (32, 48), dict(img_size=[32, 48], fit="crop"), 7, (28, 0)
+    ),
+    "padded": Case((40, 56), (40, 56), dict(img_size=[56, 56], fit="pad")),
 }
 
 
@@ -277,45 +267,36 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     ]
     if name == "too large to draw":
         monkeypatch.setattr(attribution_folder, "MOST_DRAWN_PX", LARGE_PX)
-    words = f"best.safetensors a.png --output out --target birch {case.flags} --queries"
-    assert run("look", [*words.split(), f"{asked[0]},{asked[1]}"]) == 0
+    words = f"best.safetensors a.png --output out --target birch --queries {asked[0]},{asked[1]}"
+    flags = [f"--{name}={value}" for name, value in case.options.items()]
+    assert run("look", [*words.split(), *flags]) == 0
+    options = case.options | dict(target="birch", queries=[tuple(asked)])
+    (found,) = visionattn.look("best.safetensors", ["a.png"], **options)
     if name == "too large to draw":  # a smaller picture of the file is drawn
         case = replace(case, file=(40, 48), each=1, first=(4, 0), times=10)
         file = file.reshape(40, 7, 48, 7, 3).mean((1, 3)).round().astype(np.uint8)
     drawn = Drawn(case, tmp_path / "out", np.asarray(Image.fromarray(file).convert("L")) * 1.0)
 
-    # What the model gives, by hand.
-    model = load_model("best.safetensors")
     height, width = (-(-px // PATCH) for px in case.seen)
-    canvas = case.canvas or (height * PATCH, width * PATCH)
-    beyond = [(0, side - px) for side, px in zip(canvas, case.seen, strict=True)]
-    inputs = (np.pad(own, (*beyond, (0, 0)), mode="edge") / 255 - COLOUR.mean) / COLOUR.std
-    inputs = torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
-    sizes = torch.tensor([case.seen]) if case.canvas else None
-    evidence = find_attribution(model, inputs, sizes=sizes, target=1)
-    across = canvas[1] // PATCH
-    token = PREFIX + ASKED[0] * across + ASKED[1]
-    rows, features = watch(model, inputs, {1: [token]}, sizes=sizes, features=1)
 
     def of_pixels(patches):
         return np.kron(patches, np.ones((PATCH, PATCH)))[: case.seen[0], : case.seen[1]]
 
-    added = evidence.patches.numpy()[:height, :width]
-    assert added.min() < 0 < added.max()
+    added = found.evidence.patches.numpy()[:height, :width]
+    assert added.min() < 0 < added.max() and not found.evidence.patches[height:].any()
     picture = assert_drawn(drawn, "winners", of_pixels(added / np.abs(added).max()))
     orange = (picture == ORANGE).all(-1)  # colors over paper are never as strong
     highest = {divmod(int(place), width) for place in np.argsort(-added, axis=None)[:5]}
     for place in np.ndindex(height, width):
         assert (orange[drawn.frame(place)].mean() > 0.5) == (place in highest)
 
-    gradient = evidence.gradient.numpy()
+    gradient = found.evidence.gradient.numpy()
     order = np.sort(np.abs(gradient), axis=None)[::-1]
     most = order[round(0.005 * order.size) - 1]
     gradient = gradient[: case.seen[0], : case.seen[1]]
     drawn.assert_even(assert_drawn(drawn, "gradient", np.clip(gradient / most, -1, 1)))
 
-    row = rows[1].total[0, :, 0, PREFIX:].mean(0).unflatten(0, (-1, across))
-    row = row[:height, :width].numpy()
+    row = found.rows[0].term("both")[:height, :width].numpy()
     rank = row.argsort(axis=None).argsort().reshape(row.shape)
     wanted = -np.log10(1 - (rank + 0.5) / row.size) / np.log10(2 * row.size)
     picture = assert_drawn(drawn, "block-1-1-2", of_pixels(wanted))
@@ -324,7 +305,7 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     said = f"Colors follow ranks: half of the patches above {ranked[row.size // 2]:.3g}"
     assert said in (tmp_path / "out" / "index.html").read_text()
 
-    components = principal(features[:, :height, :width])[0].numpy()
+    components = found.components[:, :height, :width].numpy()
     low, high = np.quantile(components, (0.01, 0.99), axis=(1, 2))[..., None, None]
     wanted = [of_pixels(255 * each) for each in np.clip((components - low) / (high - low), 0, 1)]
     picture = drawn.picture("features")
@@ -333,43 +314,15 @@ def test_all_pictures_show_the_numbers_where_they_are(tmp_path, monkeypatch, nam
     assert (picture[~drawn.inside()] == 255).all()
 
 
-def squares(picture):
-    """The insides of the squares that are framed in a picture, line by line."""
-    frame = (picture == GREY).all(-1)
-    edges = np.diff(np.pad(frame, ((0, 0), (1, 1))).astype(int))
-    lines = [
-        (y, x, end)
-        for y, edge in enumerate(edges)
-        for x, end in zip(np.flatnonzero(edge > 0), np.flatnonzero(edge < 0), strict=True)
-        if end - x > 50  # letters have shorter strokes
-    ]
-    for y, x, end in lines:
-        below = [line for line in lines if line[0] > y and line[1:] == (x, end)]
-        if frame[y + 1, x] and frame[y + 1, end - 1] and below:
-            yield picture[y + 1 : below[0][0], x + 1 : end - 1]
-
-
-def test_tables_are_drawn_with_the_offsets_where_they_are(tmp_path, monkeypatch):
+def test_tables_are_drawn_with_the_offsets_where_they_are():
     """An entry is at the key's place minus the query's, from the upper left."""
-    monkeypatch.chdir(tmp_path)
-    write_weights(tmp_path / "best.safetensors", args=TINY | dict(relative="axial"))
-    Image.fromarray(np.zeros((16, 24, 3), np.uint8)).save("a.png")
-    assert run("look", ["best.safetensors", "a.png", "--output", "out", "--show", "tables"]) == 0
-    counts = {
-        key: torch.where(value > 0, value + 1, value.exp()).sum(-1)
-        for key, value in load_file("best.safetensors").items()
-    }
-    wanted = []
-    for block in range(2):
-        rows = counts[f"blocks.{block}.attn.relative.rows"]
-        columns = counts[f"blocks.{block}.attn.relative.columns"]
-        wanted += [rows[head][:, None] + columns[head] for head in range(3)]
-    found = list(squares(np.asarray(Image.open("out/tables.png"))))
-    assert len(found) == len(wanted) == 6
-    for square, table in zip(found, wanted, strict=True):
-        level = table.log().numpy()
-        tint = (level - level.min()) / (level.max() - level.min())
-        cell = square.shape[1] // level.shape[1]
-        assert square.shape[:2] == tuple(cell * count for count in level.shape)
-        got = 1 - square[cell // 2 :: cell, cell // 2 :: cell, 2] / 255  # orange has no blue
-        np.testing.assert_allclose(got, tint, atol=0.01)
+    level = torch.arange(1.0, 16).view(3, 5)
+    level[1, 2] = 0
+    levels = torch.stack([level, level.flip(0)])
+    sheet = np.asarray(attribution_pictures.tables([(0, levels.exp())], False).image).astype(int)
+    rows, columns = np.nonzero(sheet[..., 0] - sheet[..., 2] > 5)  # orange has no blue
+    drawn = sheet[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1, 2]
+    cell = len(drawn) // 3
+    for square, wanted in zip((drawn[:, : 5 * cell], drawn[:, -5 * cell :]), levels, strict=True):
+        got = 1 - square[cell // 2 :: cell, cell // 2 :: cell] / 255
+        np.testing.assert_allclose(got, wanted / 15, atol=0.01)

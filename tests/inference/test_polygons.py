@@ -6,9 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import rasterio
-import tifffile
 import torch
-import zarr
 from affine import Affine
 from PIL import Image
 from rasterio.features import rasterize
@@ -21,6 +19,7 @@ from tests.helpers.inference_files import (
     PAINTED,
     PAINTER,
     flags,
+    read_map,
     write_folder,
     write_segmenter,
     write_weights,
@@ -63,14 +62,6 @@ def mask_of(name: str, folder: str = "plain") -> np.ndarray:
     return np.asarray(Image.open(f"{folder}/{name}.png"))
 
 
-def map_of(path: str) -> np.ndarray:
-    if path.endswith(".zarr"):
-        return zarr.open_array(path, mode="r")[:]
-    if path.endswith(".npy"):
-        return np.load(path)
-    return tifffile.imread(path)
-
-
 def test_probabilities_are_the_softmax_and_name_the_same_classes_as_logits():
     logits = torch.randn(2, 5, 31, 23, generator=torch.Generator().manual_seed(0))
     # Equal in float16, and the later class is the best.
@@ -98,7 +89,7 @@ def test_maps_sum_to_one_and_give_the_same_masks(scenes):
         files = [f"{suffix}/{name}.{suffix}" for name in FILES]
         assert [row["probabilities"] for row in rows] == files
         for name, file in zip(FILES, files, strict=True):
-            maps, mask = map_of(file), mask_of(name)
+            maps, mask = read_map(file), mask_of(name)
             assert maps.shape == (3, *mask.shape) and len(np.unique(mask)) == 3
             assert np.abs(maps.astype(float).sum(0) - 1).max() < 2**-9
             assert np.array_equal(maps.argmax(0), mask)
@@ -165,14 +156,18 @@ def test_each_pixel_of_the_file_gets_the_nearest_pixel_of_the_model(have, wanted
 
 
 @pytest.mark.parametrize("fit", ["pad", "crop", "stretch"])
-def test_maps_come_back_to_the_size_of_the_file(scenes, fit):
+def test_masks_and_maps_come_back_to_the_size_of_the_file(scenes, fit):
     size = ("--fit", fit, "--img-size", "32")
     assert run("predict", flags(*size, output="plain")) == 0
     assert predict("probabilities", "geojson", *size) == 0
     for name in FILES[:2]:
-        maps, mask = map_of(f"out/{name}.npy"), mask_of(name)
+        maps, mask = read_map(f"out/{name}.npy"), mask_of(name)
         assert np.array_equal(np.isnan(maps).all(0), mask == IGNORED)
-        assert (mask == IGNORED).any() == (fit == "crop")
+        side = min(mask.shape) if fit == "crop" else max(mask.shape)
+        top, left = (max(0, (px - side) // 2) for px in mask.shape)
+        wanted = np.zeros(mask.shape, bool)
+        wanted[top : top + side, left : left + side] = True  # crop: the square in the middle
+        assert np.array_equal(mask != IGNORED, wanted)
         assert np.array_equal(maps.argmax(0)[mask != IGNORED], mask[mask != IGNORED])
         features = json.loads((scenes / "out" / f"{name}.geojson").read_text())["features"]
         covered = rasterize([each["geometry"] for each in features], mask.shape)

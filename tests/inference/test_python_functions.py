@@ -160,13 +160,6 @@ def test_what_images_do_not_fill_takes_no_part_in_features(images, tmp_path):
     wanted = visionattn.extract_features(path, alone, **own)
     padded = visionattn.extract_features(path, images, batch_size=5, device="cpu")
     torch.testing.assert_close(padded, wanted, rtol=0, atol=1e-5)
-    maps = visionattn.extract_features(path, images, dense=True, device="cpu")
-    assert maps.shape == (5, 24, 4, 6)
-    found = visionattn.extract_features(path, alone, dense=True, **own)
-    for padded, whole, (height, width) in zip(maps, found, contents, strict=True):
-        rows, columns = height // PATCH_PX, width // PATCH_PX
-        torch.testing.assert_close(padded[:, :rows, :columns], whole, rtol=0, atol=1e-5)
-        assert padded[:, rows:].abs().sum() == padded[:, :, columns:].abs().sum() == 0
 
 
 def test_a_model_of_timm_sees_what_is_padded_as_black(images):

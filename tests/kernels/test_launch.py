@@ -109,11 +109,10 @@ def test_segments_leave_each_two_blocks_and_take_as_few_in_turn_as_any_number_of
 
 
 def test_launches_and_rows_are_made_otherwise_within_a_context_alone(table):
-    kernel, x, names = Kernel(), torch.empty(1), []
+    kernel, x = Kernel(), torch.empty(1)
     table(default={"unit": [{"d": 64, "e": 64, "bits": 16, "BLOCK_N": 7}]})
 
     def twice(launch_one, kernel, grid, *args, **meta):
-        names.append(kernel.__name__)
         launch_one(kernel, grid, *args, **meta)
         launch_one(kernel, grid, *args, **meta)
 
@@ -126,9 +125,8 @@ def test_launches_and_rows_are_made_otherwise_within_a_context_alone(table):
         with launch.launching_with(run=twice):
             launch.run(kernel, (1,), x)
         launch.run(kernel, (1,), x)
-    assert len(kernel.launched) == 4 + 2 and names == ["some_kernel"] * (1 + 2 + 1)
     launch.run(kernel, (1,), x)
-    assert len(kernel.launched) == 7 and launch.launch_row(*asked) == {"BLOCK_N": 7}
+    assert len(kernel.launched) == 4 + 2 + 1 and launch.launch_row(*asked) == {"BLOCK_N": 7}
 
 
 def test_a_launch_switches_to_the_gpu_of_its_tensors_where_another_is_current(monkeypatch):

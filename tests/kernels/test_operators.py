@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import visionattn  # noqa: F401  registers the models
 from tests.helpers.kernel_checks import (
-    BUDGET,
     assert_within_budget,
     interpreted,
     on_gpu,
@@ -130,24 +129,6 @@ def test_compiled_and_checkpointed_they_give_what_they_give(function):
     assert_within_budget(again, wanted, torch.float32)
 
 
-class Attend(torch.nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return taylorshift_attention(q, k, v, impl="triton")
-
-
-@interpreted
-def test_an_exported_program_holds_one_node_for_every_length():
-    shorter, longer = (
-        [x.float() for x in draw_qkv(batch=1, queries=n, d=8, e=8).values()] for n in (50, 70)
-    )
-    length = torch.export.Dim("length", min=2, max=10_000)
-    program = torch.export.export(Attend(), tuple(shorter), dynamic_shapes=[{2: length}] * 3)
-    nodes = [str(n.target) for n in program.graph.nodes if "visionattn" in str(n.target)]
-    assert nodes == ["visionattn.taylor_mean.default"]
-    found = program.module()(*longer)
-    assert relative_error(found, taylorshift_attention(*longer)) < BUDGET[torch.float32][0]
-
-
 @interpreted
 @BOTH
 def test_nothing_to_do_is_done_as_in_eager(function):
@@ -230,6 +211,8 @@ def test_a_model_gives_with_kernels_what_it_gives_without(name, monkeypatch):
     assert_within_budget(outputs(), expected, torch.float32)
 
 
+@on_gpu[0]
+@on_gpu[1]
 @pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
 def test_on_a_gpu_models_take_the_kernels_compiled_or_not(name):
     torch._dynamo.reset()
@@ -241,9 +224,3 @@ def test_on_a_gpu_models_take_the_kernels_compiled_or_not(name):
         plain = model(image)
         compiled = torch.compile(model, fullgraph=True, dynamic=True)
         assert relative_error(compiled(image), plain) < 3e-2
-
-
-for mark in on_gpu:
-    test_on_a_gpu_models_take_the_kernels_compiled_or_not = mark(
-        test_on_a_gpu_models_take_the_kernels_compiled_or_not
-    )

@@ -24,14 +24,18 @@ from visionattn.models.weights import DataSpec, load_model, save_model
 BODY = dict(img_size=(48, 32), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
 
 
-def teacher(seed=0, **options):
-    """timm's own model in float64, none of whose weights is zero or one."""
-    torch.manual_seed(seed)
-    vit = VisionTransformer(**(BODY | options)).double().eval()
+def moved(vit, by):
+    """The model, none of whose weights is zero or one then."""
     with torch.no_grad():
         for parameter in vit.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+            parameter.add_(torch.randn_like(parameter) * by)
     return vit
+
+
+def teacher(seed=0, **options):
+    """timm's own model in float64, with weights of its own."""
+    torch.manual_seed(seed)
+    return moved(VisionTransformer(**(BODY | options)).double().eval(), 0.3)
 
 
 def image(vit, seed=1, size=None):
@@ -173,14 +177,8 @@ def test_temperatures_start_as_those_of_the_class_or_as_asked():
 # What it carries
 
 
-def named(name="vit_tiny_patch16_224", **options):
-    torch.manual_seed(0)
-    small = dict(depth=2, embed_dim=24, num_heads=3, img_size=32)
-    return timm.create_model(name, **(small | options)).eval()
-
-
 def test_a_file_of_it_gives_the_model_back(tmp_path):
-    vit = named("vit_medium_patch16_clip_224", num_classes=7)
+    vit = tiny("vit_medium_patch16_clip_224", num_classes=7)
     converted = from_softmax(vit, ["taylorshift", "window"], softmax_blocks=[0])
     assert json.loads(json.dumps(converted.args)) == converted.args
     path = tmp_path / "converted.safetensors"
@@ -192,10 +190,10 @@ def test_a_file_of_it_gives_the_model_back(tmp_path):
 
 
 def test_dtype_mode_and_device_are_the_teachers():
-    vit = named().to(torch.bfloat16).train()
+    vit = tiny(PLAIN).to(torch.bfloat16).train()
     model = from_softmax(vit).model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.training
-    assert not from_softmax(named()).model.training
+    assert not from_softmax(tiny(PLAIN)).model.training
     with torch.device("meta"):
         vit = timm.create_model("vit_base_patch16_224")
     assert all(p.is_meta for p in from_softmax(vit, "taylorshift").model.parameters())
@@ -209,25 +207,6 @@ class Changed(VisionTransformer):
 
     def pool(self, x, pool_type=None):
         return x[:, -1]
-
-
-def changed(change, **options):
-    """A teacher with a change."""
-    vit = teacher(**options)
-    change(vit)
-    return vit
-
-
-def add_gate(vit):
-    vit.blocks[1].attn.gate = nn.Linear(24, 24)
-
-
-def narrow_heads(vit):
-    vit.blocks[1].attn.head_dim = 4
-
-
-def change_eps(vit):
-    vit.blocks[1].norm2.eps = 0.5
 
 
 GLU = partial(timm.layers.GluMlp, act_layer=nn.GELU)
@@ -245,9 +224,13 @@ CHANGES = {
     r"blocks\.1 has hooks or another forward": hook("blocks.1", torch.sin),
     r"blocks\.1\.mlp has hooks or another forward": patch("blocks.1.mlp"),
     r"it has no blocks\.0\.mlp\.fc1\.weight": prune_all,
-    r"its blocks.1.norm2 is LayerNorm.*eps=0.5": change_eps,
-    r"its blocks\.1\.attn\.gate is Linear": add_gate,
-    r"its blocks\.1\.attn is Attention": narrow_heads,
+    r"its blocks.1.norm2 is LayerNorm.*eps=0.5": lambda vit: setattr(
+        vit.blocks[1].norm2, "eps", 0.5
+    ),
+    r"its blocks\.1\.attn\.gate is Linear": lambda vit: setattr(
+        vit.blocks[1].attn, "gate", nn.Linear(24, 24)
+    ),
+    r"its blocks\.1\.attn is Attention": lambda vit: setattr(vit.blocks[1].attn, "head_dim", 4),
 }
 
 
@@ -263,7 +246,9 @@ def test_models_and_parts_that_ours_have_not_are_named():
         vit = VisionTransformer(**(BODY | options))
         assert refused(message, vit).endswith(f"; {ACCEPTED}")
     for message, change in CHANGES.items():
-        refused(message, changed(change))
+        vit = teacher()
+        change(vit)
+        refused(message, vit)
     for vit in (nn.Linear(2, 2), Changed(**BODY), VisionAttnTransformer(**BODY)):
         refused(f"its class is {type(vit).__name__}", vit)
     refused("its class", timm.create_model("test_efficientnet"))
@@ -297,6 +282,7 @@ def test_wrong_arguments_are_one_line():
 PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
 NAMES = timm.list_models("vit_*")
 TINY = dict(depth=2, embed_dim=24, num_heads=3, num_classes=5)
+PLAIN = "vit_tiny_patch16_224"
 OTHERS = {
     "_sapiens2": dict(num_kv_heads=[3, 3]),
     "vit_base_mci": dict(embed_dim=768, num_heads=12),
@@ -313,13 +299,9 @@ def tiny(name, **options):
 
 
 def drawn(name, **options):
-    """With weights that are neither zero nor one."""
+    """With weights of its own."""
     torch.manual_seed(0)
-    vit = tiny(name, **options)
-    with torch.no_grad():
-        for parameter in vit.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return vit
+    return moved(tiny(name, **options), 0.2)
 
 
 def structure(vit):

@@ -22,7 +22,6 @@ from visionattn.models.cost import (
     ForwardMemory,
     Passes,
     counting,
-    scaled,
     seconds_of,
 )
 from visionattn.models.weights import DataSpec
@@ -331,5 +330,3 @@ def test_a_forward_is_timed_on_images_as_the_model_takes_them_and_large_ones_by_
     seconds((1, 2048, 1024), Sees((2048, 1024)))
     assert {shape for shape, *_ in seen} == {(1, 3, 2048, 1024)}
     assert seconds((1, 16, 16), torch.nn.Linear(3, 4)) is None
-    assert scaled((640, 320), 1 / 2, (16, 16)) == (320, 160)
-    assert scaled((16, 16), 0.1, (16, 16)) == (16, 16)

@@ -295,14 +295,6 @@ def test_a_file_that_does_not_give_what_the_model_gives_is_not_written(
         assert written(tmp_path) == {"model.pt2": b"before"}
 
 
-def test_a_file_is_tried_at_three_sizes_whatever_the_model_s_own():
-    for grid in ((4, 9), (2, 2), (14, 14)):
-        model = tiny("taylorshift_abs_vit_t", img_size=tuple(16 * side for side in grid))
-        sizes = exporting.trial_sizes(model)
-        assert len({size[1:] for size in sizes}) == 3
-        assert any(height != width for _, height, width in sizes)
-
-
 REFUSED = [
     ([], "expected a model, e.g. scaleformer_vit_s"),
     (["scaleformer_vit_t", "--output", "a.pt2"], "ends in .onnx for format onnx"),

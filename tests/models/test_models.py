@@ -1,12 +1,14 @@
 """The contract that timm and its clients have with each name, and the geometry of models."""
 
-import warnings
+import re
+from functools import partial
 
 import pytest
 import timm
 import torch
 from timm.models import create_model
 from timm.optim import param_groups_weight_decay
+from torch._dynamo.testing import CompileCounter
 
 from tests.helpers.timm_contract import keeps_contract
 from visionattn.layout import Grid, TokenLayout
@@ -96,6 +98,7 @@ def test_published_model_differs_from_ours_in_position_pooling_and_temperature()
     assert published.global_pool == "token"
     assert published.blocks[0].attn.temperature.tolist() == [1.0] * 3
     assert ours.blocks[1].attn.temperature.tolist() == [4.0] * 3
+    assert ours.blocks[0].attn.value_conv.weight.shape[-1] == 3
 
 
 def test_set_input_size_moves_the_native_grid():
@@ -111,40 +114,24 @@ def test_set_input_size_moves_the_native_grid():
     )
 
 
-def test_block_without_a_layout_says_which_argument_to_pass():
-    model = small("scaleformer_vit_t")
-    with pytest.raises(
-        ValueError,
-        match=r"expected a layout for 7 tokens \(the native one has 17\); pass layout=TokenLayout",
-    ):
-        model.blocks[0](torch.randn(1, 7, 24))
-    assert small("taylorshift_abs_vit_t").blocks[0](torch.randn(1, 7, 24)).shape == (1, 7, 24)
-
-
-def test_masks_of_pairs_and_causality_are_refused():
-    model = small("scaleformer_vit_t")
-    with pytest.raises(ValueError, match="linear attention cannot mask single pairs"):
-        model(image(""), attn_mask=torch.ones(16, 16, dtype=torch.bool))
-    for name in ("scaleformer_vit_t", "taylorshift_vit_t"):
-        with pytest.raises(ValueError, match="causal"):
-            small(name)(image(""), is_causal=True)
-
-
-def test_images_that_do_not_fit_are_one_line():
-    sized = small("scaleformer_vit_t", dynamic_img_size=False)
+def test_what_a_model_cannot_compute_is_one_line():
+    model, sized = (small("scaleformer_vit_t", dynamic_img_size=any_) for any_ in (True, False))
     assert sized(torch.zeros(1, 3, 64, 64)).shape == (1, 11)
-    for model, size, message in (
+    pairs = torch.ones(17, 17, dtype=torch.bool)
+    for call, size, message in (
         (
-            small("scaleformer_vit_t"),
+            model,
             (1000, 1024),
             "image of 1000 x 1024 pixels is not a whole number of 16-pixel patches; crop or pad it "
             "to 992 or 1008 x 1024",
         ),
         (sized, (64, 80), "image of 64 x 80 pixels, but dynamic_img_size=False"),
+        (partial(model, attn_mask=pairs), (64, 64), "linear attention cannot mask single pairs"),
+        (partial(torch.jit.trace, model), (64, 64), "torch.jit.trace is not supported"),
     ):
-        with pytest.raises(ValueError) as error:
-            model(torch.zeros(1, 3, *size))
-        assert str(error.value).startswith(message) and "\n" not in str(error.value)
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            call(torch.zeros(1, 3, *size))
+        assert "\n" not in str(error.value)
 
 
 def test_positions_and_temperatures_are_not_decayed():
@@ -185,24 +172,10 @@ def test_one_graph_serves_several_image_sizes():
     """fullgraph, three sizes, at most two graphs (the first, and the one with symbolic sizes)."""
     name = "scaleformer_vit_t"
     torch._dynamo.reset()
-    model = small(name, depth=1).eval()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    model, graphs = small(name, depth=1).eval(), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
     for height, width in ((64, 96), (80, 48), (48, 128)):
         x = image(name, height=height, width=width)
         with torch.no_grad():
             assert torch.allclose(compiled(x), model(x), atol=1e-5)
-    assert len(graphs) <= 2
-
-
-def test_tracing_names_what_exports():
-    model = timm.create_model("taylorshift_vit_t", **SMALL).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(ValueError, match=r"^torch\.jit\.trace is not supported.*export$"):
-            torch.jit.trace(model, torch.zeros(1, 3, 32, 32))
+    assert graphs.frame_count <= 2

@@ -108,13 +108,18 @@ def test_any_width_of_the_hidden_layer_has_attention_heads():
     assert model.encoder.blocks[0].attn.num_heads == 2
 
 
-def test_an_option_of_another_task_is_refused():
-    with pytest.raises(ValueError, match="head_stride has no effect for data.task classification"):
-        create("vit_tiny_patch16_224", "classification", 3, 3, TIMM | {"head_stride": 4})
-    with pytest.raises(ValueError, match="head_top has no effect for data.task segmentation"):
-        create("vit_tiny_patch16_224", "segmentation", 3, 3, TIMM | {"head_top": 4})
-    with pytest.raises(ValueError, match="with patch features"):
-        create("resnet18", "classification", 3, 3, {"head_top": 4})
+VIT = "vit_tiny_patch16_224"
+UNFIT = [
+    (VIT, "classification", "head_stride", "head_stride has no effect for data.task classif"),
+    (VIT, "segmentation", "head_top", "head_top has no effect for data.task segmentation"),
+    ("resnet18", "classification", "head_top", "with patch features"),
+]
+
+
+def test_an_option_of_another_task_or_model_is_refused():
+    for name, task, option, words in UNFIT:
+        with pytest.raises(ValueError, match=words):
+            create(name, task, 3, 3, {option: 4})
 
 
 def test_a_segmentation_becomes_the_classifier_of_its_largest_patches(tmp_path):
@@ -123,9 +128,9 @@ def test_a_segmentation_becomes_the_classifier_of_its_largest_patches(tmp_path):
 
     args = TIMM | dict(head_blocks=[1], head_hidden=8, head_depth=1)
     model, names = built("vit_tiny_patch16_224", "segmentation", args), tuple("abcde")
-    of_images = DataSpec(3, 5, names, (0.5,) * 3, (0.25,) * 3, None, None, "native")
+    half, task = (0.5,) * 3, "segmentation"
+    spec = DataSpec(3, 5, names, half, half, None, None, "native", task=task)
     path, output = tmp_path / "masks.safetensors", tmp_path / "classes.safetensors"
-    spec = of_images.__class__(**vars(of_images) | {"task": "segmentation"})
     save_model(path, model, "vit_tiny_patch16_224", args, spec)
     convert([str(path), "--top-patches", "3", "--output", str(output)], lambda line: None)
     made = load_model(output)

@@ -41,19 +41,6 @@ def test_a_file_of_a_plain_vit_is_loaded_and_what_it_lacks_is_named(vit, tmp_pat
     assert all(torch.equal(own[key], given[key]) for key in given)
 
 
-def test_patches_and_position_of_other_sizes_are_resampled(vit, tmp_path):
-    with pytest.warns(UserWarning, match="kept at their initial values"):
-        model = create_model(
-            "taylorshift_abs_vit_t",
-            checkpoint_path=str(tmp_path / "vit.pth"),
-            patch_size=8,
-            img_size=(64, 96),
-            **SMALL,
-        )
-    assert model.pos_embed.shape == (1, 97, 24) and model.patch_embed.proj.weight.shape[2] == 8
-    assert torch.equal(model.pos_embed[:, :1], vit.pos_embed[:, :1])
-
-
 def test_the_body_of_a_segmentation_is_loaded_and_a_head_is_new(tmp_path):
     """Blocks above those that the head of pixels reads are not in the file."""
     args = dict(embed_dim=24, depth=4, num_heads=3, head_stride=4)
@@ -77,13 +64,10 @@ def test_the_body_of_a_segmentation_is_loaded_and_a_head_is_new(tmp_path):
 def test_what_is_missing_of_a_file_of_ours_is_still_an_error():
     model = create_model("taylorshift_vit_t", **SMALL)
     state = model.state_dict()
-    for key in ("blocks.1.attn.relative.table", "blocks.0.mlp.fc1.weight", "fc_norm.weight"):
-        less = {name: value for name, value in state.items() if name != key}
-        with pytest.raises(RuntimeError, match=key):
+    for part in ("blocks.1.attn.relative.table", "mlp.fc1.weight", "fc_norm.weight", "attn.relat"):
+        less = {name: value for name, value in state.items() if part not in name}
+        with pytest.raises(RuntimeError, match=part):
             model.load_state_dict(less)
-    plain = {name: value for name, value in state.items() if ".attn.re" not in name}
-    with pytest.raises(RuntimeError, match="relative.table"):
-        model.load_state_dict(plain)
 
 
 def test_a_plain_vit_that_lacks_a_part_is_still_an_error(vit):

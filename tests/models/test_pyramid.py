@@ -17,7 +17,6 @@ FAMILIES = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
 NAMES = [f"{family}_{letter}_pyramid" for family in FAMILIES for letter in "tsbl"]
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, pyramid_channels=20)
 STRIDES = [4, 8, 16, 32]
-NARROW = dict(embed_dim=12, num_heads=3, pyramid_channels=16)
 
 
 def image(height=96, width=160, batch=2):
@@ -112,22 +111,6 @@ def test_a_wrapper_of_features_has_no_parameter_that_receives_no_gradient():
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_a_decoder_takes_it_and_learns():
-    """One step on images that are not square, and every parameter moves."""
-    torch.manual_seed(0)
-    name = "tu-scaleformer_vit_t_pyramid"
-    model = smp.Unet(name, encoder_weights=None, classes=3, **NARROW)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    logits = model(image(64, 96))
-    assert logits.shape == (2, 3, 64, 96)
-    nn.functional.cross_entropy(logits, torch.arange(2)[:, None, None].expand(2, 64, 96)).backward()
-    optimizer.step()
-    stayed = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
-    # The convolution of the values starts at zero.
-    assert [n for n in stayed if "value_conv" not in n] == []
-
-
 FINETUNED = dict(embed_dim=24, depth=4, num_heads=4, global_pool="max", class_token=False)
 
 
@@ -147,7 +130,7 @@ def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetune
     options = dict(encoder_weights=None, classes=3, checkpoint_path=path)
     unet = smp.Unet(f"tu-{name}_pyramid", pyramid_channels=8, **options)
     dpt = smp.DPT(f"tu-{name}", decoder_fusion_channels=8, **options)
-    assert dpt(x).shape == (2, 3, 64, 32)
+    assert dpt(x).shape == unet(x).shape == (2, 3, 64, 32)
     overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=path))
     for given in (dict(checkpoint_path=path), overlay):
         assert torch.equal(create_model(name, drop_path_rate=0.1, **given).eval()(x), model(x))

@@ -13,14 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.changed_modules import CALLED, REFUSED
 from tests.helpers.several_processes import run_processes
-from tests.helpers.tiled import make
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.large import row_parallel
-from visionattn.models.large.row_parallel import check_dropout, check_model, cut_rows, parallelize
+from visionattn.models.large.row_parallel import check_dropout, check_model, parallelize
 from visionattn.ops.kernelized import kernelized_attention as kernelized
-from visionattn.ops.taylorshift.taylorshift_features import num_features
 
 BASE = dict(img_size=(28, 20), patch_size=4, embed_dim=12, depth=2, num_heads=2, num_classes=3)
 BASE |= dict(in_chans=1, mlp_ratio=2.0)
@@ -147,17 +144,14 @@ TRAFFIC = {
 
 
 def traffic() -> dict[str, list]:
-    """What the block's collectives are given forward and backward."""
+    """What the collectives of both passes are given, for images of 21 and 42 rows of patches."""
     found = {}
     for name, options in TRAFFIC.items():
-        model = VisionAttnTransformer(**(BASE | options | dict(depth=1)))
-        rows = parallelize(model)
-        x = torch.randn(2, 1, HEIGHT, WIDTH)
-        with Sent() as sent:
-            tokens = rows.forward_features(x)
-            forward = list(sent.found)
-            tokens.sum().backward()
-        found[name] = [forward, sent.found[len(forward) :]]
+        rows, found[name] = parallelize(VisionAttnTransformer(**(BASE | options))), []
+        for height in (84, 168):
+            with Sent() as sent:
+                rows.forward_features(torch.randn(2, 1, height, WIDTH)).sum().backward()
+            found[name].append(sent.found)
     return found
 
 
@@ -227,53 +221,14 @@ def test_logits_and_gradients_are_those_of_one_process(found):
             assert max(wrong.values()) < 1e-10, (name, wrong)
 
 
-def numbers(name: str, rank: int) -> tuple[int, int]:
-    """Numbers that a rank gives for a layer and an image, D = 2 x 6 and the grid 7 x 5: to sums
-    over all ranks (state, lines, keys), and to the others (rows in their halo, far sums).
-    """
-    d, dim, height, width = 6, 12, 7, 5
-    products = num_features(d) * d + 2 * d * d + 2 * d
-    summed = {
-        "taylorshift axial": 2 * products + dim * (height + width),
-        "flat": 2 * (5 * d + 5),
-        "wide halo": 2 * (d * d + d) + dim,
-    }.get(name, 2 * (d * d + d))
-    halo, far = {
-        "joint": (2, width),
-        "wide halo": (5, width),
-        "taylorshift axial": (0, 0),
-        "flat": (2, 1),  # 8 patches
-        "conv": (1, 0),
-    }[name]
-    cuts, exchanged = cut_rows(height, SIZE), 0
-    for other in set(range(SIZE)) - {rank}:
-        near = range(
-            max(cuts[rank], cuts[other] - halo), min(cuts[rank + 1], cuts[other + 1] + halo)
-        )
-        exchanged += dim * (width * len(near) + far) if halo else 0
-    return summed, exchanged
-
-
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_the_bytes_that_are_sent_are_states_a_halo_and_far_sums(name, found):
-    everything = [each["traffic"][name] for each in found]
-    wanted = [[8 * of for of in numbers(name, rank)] for rank in range(SIZE)]  # two images
-
-    def total(sent: list, kind: str) -> int:
-        return sum(size for of, size in sent if of == kind)
-
-    for (forward, backward), (summed, exchanged) in zip(everything, wanted, strict=True):
-        kinds = [kind for kind, _ in forward]
-        sums = 2 if name == "wide halo" else 1
-        exchanges = 0 if "axial" in name else 1
-        assert kinds.count("all_reduce") == sums and kinds.count("all_to_all_single") == exchanges
-        sent = [total(forward, kind) for kind in ("all_reduce", "all_to_all_single")]
-        assert sent == [summed, exchanged]
-        # Backward what came goes back, in as many messages.
-        assert sorted(kind for kind, _ in backward) == sorted(kinds)
-        assert total(backward, "all_reduce") == summed
-    returned = sum(total(backward, "all_to_all_single") for _, backward in everything)
-    assert returned == sum(exchanged for _, exchanged in wanted)
+def test_what_is_sent_does_not_grow_with_the_tokens(name, found):
+    """States, a halo of rows and far sums; axial also sends a number for each row."""
+    for each in found:
+        of_few, of_many = each["traffic"][name]
+        assert [kind for kind, _ in of_few] == [kind for kind, _ in of_many] != []
+        few, many = (sum(size for _, size in sent) for sent in (of_few, of_many))
+        assert many < 1.5 * few  # images of twice the tokens
 
 
 def test_dropped_values_are_the_same_draws_of_what_all_ranks_have(found):
@@ -328,23 +283,6 @@ def test_models_that_need_all_tokens_other_models_and_dropout_are_refused():
         check_dropout(VisionAttnTransformer(**(BASE | dict(proj_drop_rate=0.1))))
 
 
-def test_changes_that_count_are_not_refused_and_those_that_would_be_left_out_are():
-    for change in CALLED.values():
-        model = make()
-        change(model)
-        check_model(model)
-    for change, message in REFUSED.values():
-        model, message = make(), message.removeprefix("^")
-        change(model)
-        with pytest.raises(ValueError, match=f"^one image on several processes: {message}"):
-            check_model(model)
-
-
 def test_without_a_process_group_there_is_nobody_to_share_with():
     with pytest.raises(ValueError, match="^no process group; start the program with torchrun"):
         parallelize(VisionAttnTransformer(**BASE))
-
-
-def test_rows_are_divided_as_equally_as_they_can_be():
-    assert cut_rows(7, 3) == (0, 2, 4, 7)
-    assert cut_rows(3, 3) == (0, 1, 2, 3)

@@ -10,8 +10,7 @@ from torch import nn
 
 import visionattn  # noqa: F401  registers models
 from tests.helpers.tiled import Array, Rows
-from visionattn.models.large.tiled_inference import TiledPass, forward_tiles, usual_overlap
-from visionattn.models.patches import call
+from visionattn.models.large.tiled_inference import forward_tiles, usual_overlap
 from visionattn.models.segmentation import Segmenter
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -221,18 +220,6 @@ def test_a_source_is_read_tile_by_tile_and_a_sink_gets_bands_as_they_are_done(wa
     assert torch.equal(again, held)
 
 
-def test_a_computation_of_batches_over_tiles_is_that_of_each_image():
-    model = timm.create_model("scaleformer_vit_t", **SMALL).eval()
-    images = torch.randn(2, 3, 96, 64)
-    how = dict(tile=48, overlap=16, combine="max")
-    compute = TiledPass(call, patch_px=(16, 16), batch_size=2, **how)
-    with torch.inference_mode():
-        wanted = forward_tiles(model, images, batch_size=2, **how)
-        assert torch.equal(compute(model, images, None), wanted) and len(wanted) == 2
-        with pytest.raises(ValueError, match="fill their input"):
-            compute(model, images, torch.tensor([[96, 64], [80, 64]]))
-
-
 def test_numbers_that_are_not_finite_stay_so_and_masks_say_it():
     image = torch.zeros(1, 3, 40, 40)
     image[0, 0, 20, 30] = torch.nan
@@ -240,11 +227,6 @@ def test_numbers_that_are_not_finite_stay_so_and_masks_say_it():
     assert forward_tiles(model, image, tile=16, overlap=8)[0, :, 20, 30].isnan().all()
     mask = forward_tiles(model, image, tile=16, overlap=8, want="masks")[0]
     assert mask[20, 30] == 255 and (mask == 255).sum() == 1
-    for combine in ("mean", "max"):
-        compute = TiledPass(
-            lambda m, x, sizes: x.mean((2, 3)), tile=16, overlap=8, patch_px=(1, 1), combine=combine
-        )
-        assert compute(model, image, None)[0].isnan().tolist() == [True, False, False]
 
 
 def test_the_model_keeps_its_mode_and_low_precision_becomes_float32():

@@ -1,10 +1,6 @@
-"""The table of attentions says what the operations and their definitions can do, and is the only
-list of them.
-"""
+"""The table of attentions says what the operations and their definitions can do."""
 
-import ast
 from inspect import signature
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +9,6 @@ from visionattn import ops
 from visionattn.ops import OPERATIONS, form_choice, reference
 from visionattn.ops.attention_rows import ROWS
 from visionattn.ops.attentions import ATTENTIONS, FORMS
-
-PACKAGE = Path(ops.__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -37,19 +31,3 @@ def test_what_has_forms_has_a_choice_states_have_a_kind_and_all_have_rows():
     for name in (name for name, kind in ATTENTIONS.items() if kind.states):
         assert ops.attend(k, ops.summarize(k, k, name)).values.shape == k.shape
     assert set(ROWS) == set(ATTENTIONS)
-
-
-def names_listed(path):
-    """Lines of tuples, lists and sets of two names of attentions or more, and nothing else."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Tuple | ast.List | ast.Set):
-            values = {getattr(element, "value", element) for element in node.elts}
-            if len(values) > 1 and values <= set(ATTENTIONS):
-                yield node.lineno
-
-
-def test_no_other_file_of_the_package_lists_the_attentions():
-    lists = {
-        str(path.relative_to(PACKAGE)): list(names_listed(path)) for path in PACKAGE.rglob("*.py")
-    }
-    assert {name: lines for name, lines in lists.items() if lines} == {}

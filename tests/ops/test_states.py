@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers.oracles import assert_agree, draw_qkv, draw_table, relative_error, run
-from tests.ops.drawn_cases import Drawn, cases, compare, drawn, paired
+from tests.ops.drawn_cases import Drawn, SquareAndSoftplus, cases, compare, drawn, paired
 from visionattn.ops import (
     Flat,
     RandomFeatures,
@@ -27,17 +27,10 @@ COEFFICIENTS = (0.7, 0.4, 1.3)
 TAU = {"temperature": torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)}
 
 
-class Square:
-    """A feature map that is an object, another one for queries than for keys."""
-
-    query = staticmethod(torch.square)
-    key = staticmethod(torch.abs)
-
-
 KINDS = {
     "elu1": ("kernelized", {"feature_map": "elu1"}),
     "relu": ("kernelized", {"feature_map": "relu"}),
-    "object": ("kernelized", {"feature_map": Square}),
+    "object": ("kernelized", {"feature_map": SquareAndSoftplus}),
     "taylorshift": ("taylorshift", {"coefficients": COEFFICIENTS}),
     "tempered": ("taylorshift", {}),
 }
@@ -119,6 +112,13 @@ def test_a_state_keeps_its_size_and_a_count_goes_on_where_float32_would_stand_st
     assert step(q, k[:, :, :1], v[:, :, :1], many)[1].count.item() == 2**24 + 1
 
 
+def attended(q, k, v, *, kind, **options):
+    """Attention to the state of all keys, in float32."""
+    found = attend(q, summarize(k, v, kind, **options))
+    assert found.values.dtype == found.mass.dtype == torch.float32
+    return found.divide().float()
+
+
 @every_kind
 def test_states_are_float32_and_lose_no_more_than_rounding(name):
     kind, options = KINDS[name]
@@ -129,32 +129,17 @@ def test_states_are_float32_and_lose_no_more_than_rounding(name):
         state = summarize(tensors["k"], tensors["v"], kind, **options, **own)
         sums = [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
         assert {x.dtype for x in sums} == {torch.float32, torch.int64}
+        through_state = partial(attended, kind=kind, **options)
+        outside = run(through_state, tensors | own)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            again = summarize(tensors["k"], tensors["v"], kind, **options, **own)
-            found = attend(tensors["q"], again)
-        assert found.values.dtype == found.mass.dtype == torch.float32
-        assert torch.equal(found.values, attend(tensors["q"], state).values)
+            within = run(through_state, tensors | own)
+        assert all(relative_error(t, outside[x]) < 1e-6 for x, t in within.items())
         expected = run(definition, {x: t.double() for x, t in (tensors | own).items()})
         actual = run(partial(stepped, kind=kind, **options), tensors | own)
         assert actual["out"].dtype == dtype
         for x, t in actual.items():
             # One rounding, and one for each step that a gradient comes through.
             assert relative_error(t, expected[x]) < max(2e-6, torch.finfo(dtype).eps), (dtype, x)
-
-
-@every_kind
-def test_gradients_of_states_under_autocast_are_those_outside(name):
-    kind, options = KINDS[name]
-    tensors = draw_qkv(queries=29, d=7, e=5) | learned(name)
-    tensors = {x: t.float() for x, t in tensors.items()}
-
-    def through_state(q, k, v, **more):
-        return attend(q, summarize(k, v, kind, **options, **more)).divide()
-
-    expected = run(through_state, tensors)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = run(through_state, tensors)
-    assert all(relative_error(t, expected[x]) < 1e-6 for x, t in actual.items())
 
 
 # One token at a time with relative position
@@ -200,17 +185,6 @@ def test_steps_are_the_rows_of_the_definitions(horizon, heads, normalization, fe
     cache = KeyValueCache.begin(SHAPE, TOKENS, dtype=torch.float64)
     wanted = reference.softmax_attention(**inputs, causal=True, bias=bias)
     assert relative_error(recurrent(inputs, cache, *past), wanted) < 1e-12
-
-
-def test_a_recurrent_state_keeps_its_size():
-    inputs = draw_qkv(queries=TOKENS, d=6, e=5)
-    table = PastTable(Flat(draw_table(3, 9, 6, seed=3)), TOKENS)
-    state = RecurrentState.begin(SHAPE, table.horizon, dtype=torch.float64)
-    sizes = set()
-    for i in range(TOKENS):
-        state.step(*(inputs[name][:, :, i : i + 1] for name in "qkv"), "elu1", table)
-        sizes.add(sum(x.numel() for x in (state.S, state.recent, state.far)))
-    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
