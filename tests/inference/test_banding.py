@@ -201,6 +201,13 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     assert "resuming at band" in capsys.readouterr().out
     assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
     assert not hidden(folder)
+    painted = native("--checkpoint", "painter.safetensors", *BOUND, output="painted")
+    with monkeypatch.context() as patch:
+        stop_at(patch, {19})
+        assert run("predict", painted) == 130
+    assert run("predict", [*painted, *MAPS]) == 2
+    said = "work of another call for painted: save null there, probabilities"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import get_worker_info
 
 from tests.helpers.inference_files import (
@@ -74,6 +75,17 @@ def test_paths_on_the_command_line_mean_themselves(tmp_path, monkeypatch):
         for given in (["--images", path, "y"], [f"--images={path}"]):
             options = parse_options(InferenceOptions, [*given, "--model", "m"], **about)
             assert options.images[0] == path
+
+
+def test_what_cannot_be_read_is_a_sample_with_a_reason(tmp_path):
+    Image.new("RGB", (1, 60000)).save(tmp_path / "thin.png")
+    listing = ListedFiles([str(tmp_path / "thin.png")])
+    thin = ReadImages(listing, COLOUR, OWN_SIZES)[0]
+    assert "60000 x 1 pixels is smaller than a patch of 8 x 8; fit pad" in thin.reason
+    assert (thin.height, thin.width, thin.pixels) == (60000, 1, None)
+    huge = Geometry("stretch", (2**30, 2**30))  # no machine has the memory for it
+    too_large = ReadImages(listing, COLOUR, huge)[0]
+    assert too_large.pixels is None and too_large.reason and "\n" not in too_large.reason
 
 
 def outcomes_of(opened, images, compute, batch_size=1, dtype=torch.float32, workers=0):

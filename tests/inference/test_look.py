@@ -17,7 +17,8 @@ from tests.helpers.tools import written
 from visionattn.command import run
 from visionattn.data.geometry import Box
 from visionattn.inference import attribution_folder, attribution_pictures
-from visionattn.models.attribution import find_attribution
+from visionattn.inference.look_options import parse_look
+from visionattn.models.attribution import find_attribution, watch
 from visionattn.models.weights import DataSpec, load_model
 
 MAX = ARGS | dict(global_pool="max", class_token=False)
@@ -34,13 +35,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def attributed(path, image, **options):
-    """The attribution in a file's own pixels."""
-    model = load_model(path)
+def inputs_of(image):
+    """The input of a model in a file's own pixels."""
     pixels = np.asarray(Image.open(image), np.float32) / 255
     inputs = (pixels - np.array(COLOUR.mean)) / np.array(COLOUR.std)
-    inputs = torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
-    return find_attribution(model, inputs, **options)
+    return torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
+
+
+def attributed(path, image, **options):
+    """The attribution in a file's own pixels."""
+    return find_attribution(load_model(path), inputs_of(image), **options)
 
 
 def look(*more: str, file: str = FILE, output: str = "out") -> int:
@@ -97,6 +101,15 @@ def test_places_the_top_and_the_class_token_are_queried(folder):
     assert "Only the class token is pooled" in (folder / "token" / "index.html").read_text()
 
 
+def test_the_row_of_a_place_is_that_of_its_token_behind_the_prefix(folder):
+    write_weights(folder / FILE, args=MAX | dict(class_token=True, reg_tokens=1))
+    options = dict(queries=[(9, 55)], show=["rows"], img_size="native")
+    (found,) = visionattn.look(FILE, ["a.png"], **options)
+    rows, _ = watch(load_model(FILE), inputs_of("a.png"), {1: [2 + 7 + 6]})
+    wanted = rows[1].total[0, :, 0, 2:].mean(0).unflatten(0, (5, 7))
+    torch.testing.assert_close(found.rows[0].term("both"), wanted)
+
+
 def test_rows_are_of_a_head_or_of_the_mean_of_all(folder):
     def row(*flags):
         assert look("a.png", "--overwrite", "--show", "rows", "--queries", "0,0", *flags) == 0
@@ -129,6 +142,12 @@ def test_many_bands_of_any_range_are_drawn(folder):
     np.save("bands.npy", np.random.default_rng(3).uniform(0, 4, (40, 48, 5)).astype(np.float32))
     assert look("bands.npy", file="bands.safetensors") == 0
     assert summary(folder / "out")[0]["class"] in ("0", "1")
+
+
+def test_a_model_that_comes_with_weights_may_stand_first(folder):
+    options = parse_look(["scaleformer_vit_digits", "a.png", "b.png", "--output", "out"])
+    assert (options.model, options.pretrained) == ("scaleformer_vit_digits", True)
+    assert options.images == ["a.png", "b.png"] and options.checkpoint is None
 
 
 def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):

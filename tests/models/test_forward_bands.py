@@ -226,6 +226,12 @@ def test_models_that_bands_cannot_compute_say_why():
             check_tiled(build(), want)
 
 
+def test_a_head_with_a_hidden_layer_gives_feature_maps():
+    model, image = Segmenter(make(num_classes=0), 5, head_hidden=8), draw_image(40, 36)
+    found = forward_tiled(model, Array(image), want="dense")
+    torch.testing.assert_close(found, plain(model.backbone.eval(), image, "dense"))
+
+
 def test_changed_modules_are_called_and_changes_that_would_be_left_out_are_refused(monkeypatch):
     image = draw_image(60, 44)
     monkeypatch.setattr(planning, "BAND_TOKENS", 40)
