@@ -1,7 +1,6 @@
 """``--help`` of every command ends with an example, and the example works as it is pasted."""
 
 import contextlib
-import importlib.util
 import os
 import shlex
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tools import load_tool
 from visionattn.cli.parsing import field_types
 from visionattn.command import SUBCOMMANDS, main
 from visionattn.inference.feature_options import ExtractOptions
@@ -93,16 +93,14 @@ def test_the_help_of_a_tool_has_its_file_for_a_name_and_is_else_that_of_its_comm
     tool, monkeypatch, capsys
 ):
     monkeypatch.setattr(sys, "argv", [str(tool), "--help"])
-    spec = importlib.util.spec_from_file_location(f"help_of_{tool.stem}", tool)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    main_of_tool = load_tool(tool.stem)
     with pytest.raises(SystemExit) as end:
-        module.main()
+        main_of_tool()
     of_tool = capsys.readouterr().out
     assert end.value.code == 0 and of_tool.startswith(f"usage: {tool.name} ")
     monkeypatch.setattr(sys, "argv", ["visionattn"])
     with pytest.raises(SystemExit):
-        main([*module.main.args, "--help"])
+        main([*main_of_tool.args, "--help"])
     of_command = capsys.readouterr().out
     behind = [text.partition("options")[2] for text in (of_tool, of_command)]
     options = [text.partition("example:")[0] for text in behind]

@@ -10,9 +10,7 @@ from visionattn.cli.memory import (
     free_of_machine,
     largest_fit,
     memory_there_is,
-    sensible,
 )
-from visionattn.cli.tables import lasting, sized
 
 GIB = 2**30
 
@@ -92,26 +90,6 @@ def test_the_search_asks_for_no_number_twice():
         asked = []
         found = largest_fit(lambda n, a=asked, x=limit: (a.append(n), n <= x)[1])
         assert found == limit and len(asked) == len(set(asked)) <= 20
-
-
-def test_numbers_are_written_for_people():
-    assert [sensible(n) for n in (1, 2, 3, 7, 8, 15, 16, 100)] == [1, 2, 2, 4, 8, 8, 16, 96]
-    assert [sized(n * 2**20) for n in (0.4, 999, 1000, 300 * 1024)] == [
-        "0 MiB",
-        "999 MiB",
-        "1.0 GiB",
-        "300 GiB",
-    ]
-    assert [lasting(s) for s in (0.0123, 0.42, 1.26, 9.6, 59, 60, 500, 7260)] == [
-        "0.012 s",
-        "0.42 s",
-        "1.3 s",
-        "10 s",
-        "59 s",
-        "1 min",
-        "8 min 20 s",
-        "2 h 1 min",
-    ]
 
 
 def test_of_a_gpu_what_is_free_and_what_this_process_keeps_of_it_count(monkeypatch):

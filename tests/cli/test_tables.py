@@ -2,13 +2,8 @@
 
 import csv
 
-import torch
-
-from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import (
     csv_text,
-    duration,
-    markdown,
     read_rows,
     write_rows,
 )
@@ -32,26 +27,6 @@ def test_rows_as_cells_values_and_csv_say_the_same():
     assert [line["status"] for line in read] == ["ok", "out of memory"]
     assert read[1]["seconds_median"] == "" and float(read[0]["seconds_high"]) == 0.003
     assert read[0]["device"] == read[1]["device"] == "cpu"
-
-
-def test_durations_have_a_unit_that_suits_them():
-    assert [duration(s) for s in (2.5, 0.0025, 0.00025)] == ["2.5 s", "2.5 ms", "250 us"]
-
-
-def test_columns_without_values_are_left_out():
-    assert markdown([{"a": 1, "b": None, "c": 0}, {"a": 2, "b": None, "c": None}]).splitlines() == [
-        "| a | c |",
-        "|---|---|",
-        "| 1 | 0 |",
-        "| 2 |  |",
-    ]
-
-
-def test_provenance_says_what_a_number_depends_on():
-    found = provenance_of("cpu", ["benchmark", "operations", "sdpa", "--csv", "my file"])
-    assert found["command"] == "visionattn benchmark operations sdpa --csv 'my file'"
-    assert found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
-    assert {"device", "processor", "commit", "date", "load"} <= set(found)
 
 
 RISKY = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "＝1", "'=1", "''-1", "-", "="]

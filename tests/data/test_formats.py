@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -19,7 +20,7 @@ from visionattn.data.formats import (
     read_size,
     settle,
 )
-from visionattn.data.geometry import Box, Geometry, View
+from visionattn.data.geometry import Box, Geometry
 from visionattn.data.sources import Files
 
 NODATA = (42113, 2, 0, "7", False)
@@ -64,9 +65,6 @@ def test_a_jpeg_is_decoded_at_the_smallest_size_that_is_large_enough():
             assert np.abs(got - expected).max() <= 4
     with open_image(io.BytesIO(content)) as reader:
         assert reader.read(Box(160, 480, 320, 240), 80, 60).shape == (80, 60, 3)
-        # the same reader gives a larger part afterwards
-        again = reader.read(Box(160, 480, 320, 240), 320, 240)
-        assert np.abs(again.astype(int) - ramp[0, 480:720]).max() <= 3
 
 
 MODES = {
@@ -135,14 +133,6 @@ def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_t
             read_image(reader, view, small)
 
 
-def test_a_part_equals_a_crop_of_the_whole_image():
-    stored, size = pattern(3), (HEIGHT - 5, WIDTH - 3)
-    view = View(Box(3, 1, *size), size, size, size)
-    with open_image(tiff(stored, photometric="rgb", tile=(16, 16))) as reader:
-        part = read_image(reader, view, ReadOptions())
-    np.testing.assert_array_equal(part, stored[3 : HEIGHT - 2, 1 : WIDTH - 2])
-
-
 def halved(pixels):
     height, width, bands = pixels.shape
     blocks = pixels.reshape(height // 2, 2, width // 2, 2, bands)
@@ -165,9 +155,8 @@ def test_a_pyramid_gives_the_smallest_level_that_is_large_enough_and_its_levels_
         assert reader.pages == 1
         for least, level in ((16, 2), (17, 1), (32, 1), (33, 0)):
             part = reader.read(Box(32, 48, 64, 80), least, least)
-            top, left = 32 >> level, 48 >> level
-            expected = levels[level][top : top + (64 >> level), left : left + (80 >> level)]
-            np.testing.assert_array_equal(part, expected)
+            rows, columns = (slice(a >> level, b >> level) for a, b in ((32, 96), (48, 128)))
+            np.testing.assert_array_equal(part, levels[level][rows, columns])
 
 
 def test_pages_are_read_by_their_numbers_from_1():
@@ -218,33 +207,6 @@ def test_pages_that_say_what_holds_nothing_are_refused():
         open_image(stream)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_garbled_tiffs_are_damaged_images():
-    content = tiff(pattern(), photometric="rgb", tile=(16, 16), compression="zlib").getvalue()
-    rng, damaged = np.random.default_rng(0), 0
-    for _ in range(60):
-        garbled = np.frombuffer(content, np.uint8).copy()
-        garbled[rng.integers(0, 400, 4)] = rng.integers(0, 256, 4)
-        try:
-            with open_image(io.BytesIO(garbled.tobytes())) as reader:
-                reader.read(Box(0, 0, 1, 1), 1, 1)
-        except DAMAGED_IMAGE as error:
-            assert "\n" not in str(error)
-            damaged += 1
-    assert damaged > 20
-
-
-def test_bits_that_a_file_states_are_white_at_their_largest_value(tmp_path):
-    twelve = pattern(1, np.uint16, 4095)
-    stated = {
-        "largest value of a TIFF": tiff(twelve, extratags=[(281, 3, 1, 4095, True)]),
-    }
-    for kind, stream in stated.items():
-        got = seen(stream, channels=1)
-        assert got.dtype == np.float32, kind
-        np.testing.assert_allclose(got, twelve / 4095, atol=1e-6, err_msg=kind)
-
-
 def test_colours_of_16_bits_in_a_png_keep_all_their_bits(capfd):
     """OpenCV writes them, blue first."""
     pixels = pattern(3, np.uint16)
@@ -288,23 +250,20 @@ def test_bands_are_picked_in_the_order_given_or_are_one_line():
 VIEW = Geometry("native", None).view(HEIGHT, WIDTH)
 
 
-class Listed:
-    """Streams as a source of images."""
-
-    def __init__(self, *streams):
-        self.contents = [stream.getvalue() for stream in streams]
-
-    def open(self, index):
-        return io.BytesIO(self.contents[index])
-
-    def name(self, index):
-        return f"image {index}"
+def listed(folder, *streams):
+    """Streams as files that are listed."""
+    paths = [str(folder / f"{number}") for number in range(len(streams))]
+    for path, stream in zip(paths, streams, strict=True):
+        Path(path).write_bytes(stream.getvalue())
+    return Files(paths)
 
 
 @pytest.mark.parametrize(("largest", "bits"), [(4095, 12), (4096, 14), (16384, 16), (17, 8)])
-def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(largest, bits):
+def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(
+    tmp_path, largest, bits
+):
     pixels = [pattern(1, np.uint16, high) for high in (5, largest, 11)]
-    source = Listed(*map(tiff, pixels))
+    source = listed(tmp_path, *map(tiff, pixels))
     options, lines = settle(source, range(3), ReadOptions(1))
     assert options.value_range == (0, 2**bits - 1)
     assert lines == [
@@ -316,16 +275,16 @@ def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(
     np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
 
 
-def test_one_deep_file_among_files_of_8_bits_is_found_before_the_first_step():
+def test_one_deep_file_among_files_of_8_bits_is_found_before_the_first_step(tmp_path):
     files = [tiff(pattern(1, np.uint8, 200))] * 40
     files[3] = tiff(pattern(1, np.uint16, 900))
-    options, lines = settle(Listed(*files), range(40), ReadOptions(1))
+    options, lines = settle(listed(tmp_path, *files), range(40), ReadOptions(1))
     assert options.value_range == (0, 1023) and "16-bit images hold values up to 900" in lines[0]
-    assert settle(Listed(*files[4:]), range(36), ReadOptions(1)) == (ReadOptions(1), [])
+    assert settle(listed(tmp_path, *files[4:]), range(36), ReadOptions(1)) == (ReadOptions(1), [])
 
 
-def test_values_outside_the_range_that_was_found_are_an_error():
-    options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
+def test_values_outside_the_range_that_was_found_are_an_error(tmp_path):
+    options = settle(listed(tmp_path, tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
     assert options.value_range == (0, 4095)
     for pixels, said in (
         (pattern(1, np.uint16, 5000), "values up to 5,000, while other images end"),
@@ -346,14 +305,15 @@ def test_values_outside_the_range_that_was_found_are_an_error():
         np.testing.assert_allclose(read_image(reader, VIEW, options), stated / 16383, atol=1e-6)
 
 
-def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits():
+def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits(tmp_path):
     eight, sixteen = saved(pattern(), "png"), tiff(pattern(1, np.uint16))
     for source, options in (
-        (Listed(eight, eight), ReadOptions()),
-        (Listed(sixteen), ReadOptions(value_range=(0, 9))),
-        (Listed(io.BytesIO(b"no image")), ReadOptions()),
+        ([eight, eight], ReadOptions()),
+        ([sixteen], ReadOptions(value_range=(0, 9))),
+        ([io.BytesIO(b"no image")], ReadOptions()),
     ):
-        assert settle(source, range(len(source.contents)), options) == (options, [])
+        found = settle(listed(tmp_path, *source), range(len(source)), options)
+        assert found == (options, [])
 
 
 def test_a_file_of_pages_is_told(tmp_path):

@@ -168,7 +168,6 @@ def test_padding_is_empty_and_told(tmp_path):
         ),
         (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
         (["--model.name", "vit_tiny_patch16_224"], "the model accepts only 224 x 224"),
-        (["--data.root", "floats"], "; pass --data.value_range"),
     ],
 )
 def test_contradictions_end_a_training_with_one_line_and_nothing_written(
@@ -176,10 +175,6 @@ def test_contradictions_end_a_training_with_one_line_and_nothing_written(
 ):
     monkeypatch.chdir(tmp_path)
     write_pages(tmp_path / "pages", [(40, 60)] * 8)
-    for name in ("a", "b"):
-        (tmp_path / "floats" / name).mkdir(parents=True)
-        for number in range(2):
-            np.save(tmp_path / "floats" / name / f"{number}.npy", np.full((40, 60), 0.5))
     options = "train --data.name folder --data.root pages --data.workers 0 --run x"
     assert main([*options.split(), *flags]) == 2
     error = capsys.readouterr().err

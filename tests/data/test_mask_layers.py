@@ -33,14 +33,12 @@ def write(root):
             pixels[..., 0] = known[image.name] * 100
             save(Image.fromarray(pixels), image)
             # One bit, and red with a palette, as in two distributions of the data.
-            save(
-                Image.fromarray(dots), root / "truth" / split / "1. Dots" / f"X_{number:02d}_D.tif"
-            )
+            if dots.any():
+                path = root / "truth" / split / "1. Dots" / f"X_{number:02d}_D.tif"
+                save(Image.fromarray(dots), path)
             painted = Image.fromarray(red.astype(np.uint8))
             painted.putpalette([0, 0, 0, 255, 0, 0])
             save(painted, root / "truth" / split / "2. Red" / f"X_{number:02d}_R.tif")
-            if not dots.any():
-                (root / "truth" / split / "1. Dots" / f"X_{number:02d}_D.tif").unlink()
     return known
 
 
@@ -61,6 +59,9 @@ def test_a_pixel_has_the_last_class_whose_file_marks_it(tmp_path, cached):
     splits = opened(tmp_path / "data", cache=cache)
     assert splits.spec.class_names == ("background", "red", "dots")
     assert [len(splits.train), len(splits.validation), len(splits.test)] == [2, 1, 3]
+    wanted = sum(np.bincount(known[f"X_0{number}.png"].ravel(), minlength=3) for number in "456")
+    counts = splits.test.masks.pixel_counts(splits.test.indices, 3)
+    assert counts.tolist() == wanted.tolist()
     for dataset in (splits.train, splits.validation, splits.test) * 2:
         for number in range(len(dataset)):
             item = dataset[SampleKey(number, 0, NATIVE)]
@@ -78,33 +79,18 @@ def test_another_file_of_any_class_is_another_image(tmp_path):
     assert (label < 2).all() and (after[SampleKey(1, 0, NATIVE)].label == 2).all()
 
 
-def test_pixels_are_counted_by_class(tmp_path):
-    known = write(tmp_path)
-    test = opened(tmp_path).test
-    wanted = sum(
-        np.bincount(known[f"X_{number:02d}.png"].ravel(), minlength=3) for number in (4, 5, 6)
-    )
-    assert test.masks.pixel_counts(test.indices, 3).tolist() == wanted.tolist()
-
-
-def test_an_image_without_any_mask_file_is_an_error(tmp_path):
+def test_a_missing_mask_and_one_of_another_size_name_their_image_or_file(tmp_path):
     write(tmp_path)
+    small = tmp_path / "truth/b. Testing Set/1. Dots/X_04_D.tif"
+    save(Image.fromarray(np.ones((3, 3), bool)), small)
+    splits = opened(tmp_path)
+    said = "X_04_D.tif: it has 3 x 3 pixels, its image 7 x 11"
+    assert said in splits.test[SampleKey(0, 0, NATIVE)].reason
+    with pytest.raises(ValueError, match=said):
+        check_mask_sizes(splits.test)
     (tmp_path / "truth/b. Testing Set/2. Red/X_05_R.tif").unlink()
-    with pytest.raises(
-        FileNotFoundError, match="X_05.png has no mask of data.masks.layers; expected"
-    ):
+    with pytest.raises(FileNotFoundError, match="X_05.png has no mask of data.masks.layers; exp"):
         opened(tmp_path)
-
-
-def test_a_mask_of_another_size_names_its_file(tmp_path):
-    write(tmp_path)
-    save(
-        Image.fromarray(np.ones((3, 3), bool)), tmp_path / "truth/b. Testing Set/1. Dots/X_04_D.tif"
-    )
-    refused = opened(tmp_path).test[SampleKey(0, 0, NATIVE)]
-    assert "X_04_D.tif: it has 3 x 3 pixels, its image 7 x 11" in refused.reason
-    with pytest.raises(ValueError, match="X_04_D.tif: it has 3 x 3 pixels, its image 7 x 11"):
-        check_mask_sizes(opened(tmp_path).test)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 from torch.utils.data import Dataset
 
-from tests.helpers.image_files import encoded, write_classes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.data.batches import Item
 from visionattn.data.data_config import DataConfig
@@ -97,12 +96,7 @@ def test_speed_is_images_over_the_seconds_of_the_batches_that_count():
     assert [row["images_per_second_median"] for row in rows] == [4, 4, 12]
     assert [row["ratio_median"] for row in rows] == [1, 1, 3]
     assert rows[1]["megabytes_per_second_median"] == pytest.approx(4 * 36e-6)
-    assert [(row["rounds"], row["images"], row["baseline_workers"]) for row in rows] == [
-        (3, 60, 0),
-        (3, 60, 0),
-        (3, 180, 0),
-    ]
-    assert multiprocessing.active_children() == []
+    assert [(row["rounds"], row["images"]) for row in rows] == [(3, 60), (3, 60), (3, 180)]
 
 
 def test_the_first_batch_does_not_count_and_epochs_follow_each_other():
@@ -110,12 +104,8 @@ def test_the_first_batch_does_not_count_and_epochs_follow_each_other():
     case = LoaderCase(source_of(dataset), 0, 7, None)
     reading = read_batches(case, 30.0, 5, clock=lambda: dataset.now)
     assert (reading.images, reading.seconds) == (9 * 7, 9 * 3.5)
-    assert reading.megabytes == 9 * 7 * 36 / 1e6
     assert len({index for epoch, index in dataset.asked if epoch == 5}) == 63
     assert sum(epoch == 6 for epoch, _ in dataset.asked) == 7
-    dataset.asked.clear()
-    measure_loaders([case, case], rounds=2, seconds=0.0, clock=lambda: dataset.now)
-    assert {epoch for epoch, _ in dataset.asked} == {0, 1, 2, 3}  # each turn takes another one
 
 
 def test_sources_are_named_as_trainings_name_them(tmp_path, monkeypatch):
@@ -130,18 +120,6 @@ def test_sources_are_named_as_trainings_name_them(tmp_path, monkeypatch):
     mixed = open_source(str(ROOT / "configs" / "canvas.yaml"), None)
     assert LoaderCase(mixed, 1, 3, None).size == "48/64/80"
     assert LoaderCase(mixed, 1, 3, 96).data.img_size_choices is None
-
-
-def test_an_unreadable_image_ends_with_its_path_or_is_left_out(main, tmp_path, capsys):
-    write_classes(tmp_path / "train", {"bird": 6, "cat": 6})
-    write_classes(tmp_path / "val", {"bird": 1, "cat": 1})
-    (tmp_path / "train" / "cat" / "3.png").write_bytes(encoded(120)[:40])
-    data, *flags = words("folder+root={} --img-size 16 --workers 0 --batch 3", tmp_path)
-    assert main(["loader", data, *flags, *QUICK]) == 2
-    printed = capsys.readouterr().err
-    assert "cannot read image" in printed and "3.png" in printed and printed.count("\n") == 1
-    with pytest.warns(UserWarning, match="skipped unreadable image"):
-        assert main(["loader", f"{data}+on_error=skip", *flags, *QUICK]) == 0
 
 
 BAD_FLAGS = {

@@ -12,9 +12,8 @@ from dataclasses import asdict, replace
 import pytest
 import timm
 import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.oracles import peak_bytes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli import fresh_process
 from visionattn.cli.exit_codes import Failed
@@ -42,27 +41,6 @@ def step_at(case: Case):
     return step
 
 
-def allocated_at_most(case: Case) -> int:
-    """What PyTorch's allocator has handed out at most during a pass: the same on every
-    processor.
-    """
-    level = most = 0
-    step = step_at(case)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step.run()
-    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
-    found = []
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-    for _, size in sorted(found, key=lambda event: event[0]):
-        level += size
-        most = max(most, level)
-    return most
-
-
 @pytest.mark.parametrize(
     ("model", "form", "sizes", "least", "most"),
     [
@@ -71,14 +49,10 @@ def allocated_at_most(case: Case) -> int:
     ],
 )
 def test_memory_grows_with_the_tokens_of_ours_and_with_their_square_in_eager_attention(
-    model, form, sizes, least, most, monkeypatch
+    model, form, sizes, least, most
 ):
-    """One thread: slices in cache are as many as there are threads, and each takes memory."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     cases = [Case("model", model, px, depth=1, form=form) for px in sizes]
-    small, large = map(allocated_at_most, cases)
-    torch.set_num_threads(before)
+    small, large = (peak_bytes(step_at(case).run) for case in cases)
     assert least < large / small < most
 
 

@@ -11,28 +11,15 @@ for _ in range(200):
     DEEP = [DEEP]
 
 
-KINDS = ("huge", "negative", "nan", "inf")
-"""Wrong values of the right type: only some places can tell."""
+OTHER = {"null": None, "text": "x", "list": [], "nested": {"a": {"b": [1]}}, "deep": DEEP}
+ABSURD = {"huge": HUGE, "negative": -7, "nan": float("nan"), "inf": float("inf")}
 
 
 def wrong_for(value: Any) -> dict[str, Any]:
-    """Return values of other types than a value's, and absurd ones of its own, by name."""
-    found = {"null": None, "text": "x", "list": [], "nested": {"a": {"b": [1]}}, "deep": DEEP}
-    if value is None:
-        del found["null"]
-    if isinstance(value, bool) or value is None:
-        return found | {"number": 7}
-    if isinstance(value, (int, float)):
-        found |= {"huge": HUGE, "negative": -7, "nan": float("nan")}
-        return found | {"inf": float("inf")}
-    if isinstance(value, str):
-        return {key: each for key, each in found.items() if key != "text"} | {"number": 7}
-    if isinstance(value, list):
-        found = {key: each for key, each in found.items() if key != "list"}
-        return found | {"number": 7, "nulls": [None] * len(value)}
-    if isinstance(value, dict):
-        return found | {"number": 7, "empty": {}}
-    return found | {"number": 7}
+    """Return values of other types than a value's, and absurd ones for a number, by name."""
+    own = {type(None): "null", str: "text", list: "list"}.get(type(value))
+    further = ABSURD if type(value) in (int, float) else {"number": 7}
+    return {kind: each for kind, each in (OTHER | further).items() if kind != own}
 
 
 def places(tree: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -141,9 +128,9 @@ def few(found: Iterator[tuple[str, Any]], most: int = 2) -> Iterator[tuple[str, 
             yield name, tree
 
 
-def set_at(*path: Any, to: Any) -> Callable[[Any], Any]:
-    """Return what puts a value at a path."""
-    return lambda tree: put(tree, path, to)
+def shown(text: str) -> str:
+    """Return a text for the name of a case."""
+    return text if len(text) < 40 else f"{text[:12]}...({len(text)})"
 
 
 def replace_by_folder(name: str) -> Callable[[Path], None]:
