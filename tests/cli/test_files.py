@@ -4,7 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import stat
 import time
 from pathlib import Path
 
@@ -145,18 +144,14 @@ def test_files_have_the_usual_permissions_and_those_that_are_there_keep_theirs(t
         place.unlink()
         os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o600))
 
-    before = os.umask(0o027)
-    try:
-        for name, wanted in (("new", 0o640), ("old", 0o664), ("secret", 0o400)):
-            path = tmp_path / name
-            if name != "new":
-                path.write_text("")
-                path.chmod(wanted)
-            for write in (private, lambda place: place.write_text("x")):
-                write_whole(path, write)
-                assert stat.S_IMODE(path.stat().st_mode) == wanted, name
-    finally:
-        os.umask(before)
+    for name in ("usual", "old"):
+        (tmp_path / name).touch()
+    (tmp_path / "old").chmod(0o640)
+    for name, like in (("new", "usual"), ("old", "old")):
+        wanted = (tmp_path / like).stat().st_mode
+        for write in (private, lambda place: place.write_text("x")):
+            write_whole(tmp_path / name, write)
+            assert (tmp_path / name).stat().st_mode == wanted
 
 
 def test_a_line_behind_a_torn_one_is_whole(tmp_path):

@@ -66,22 +66,8 @@ def test_lines_come_every_half_minute_elsewhere():
     ]
 
 
-def test_one_long_pass_is_shown_block_by_block_and_its_time_is_never_below_zero():
-    stream, clock = io.StringIO(), Clock()
-    model = Stack(clock, 40.0)
-    progress = Progress(5, 0, stream, clock=clock)
-    with progress, progress.within(model, images=4), torch.no_grad():
-        for count in (4, 1):
-            model(torch.ones(1, 2))
-            progress.advance(count)
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "0 of 5 images, 0.0333 images/s, 1.33 in progress, 1 min 50 s left"
-    assert lines[4].startswith("4 of 5 images") and "0.67 in progress" in lines[4]
-    assert "left" not in lines[-1] and not any(block._forward_hooks for block in model.blocks)
-
-
 @pytest.mark.parametrize("again", [False, True])
-def test_the_backward_pass_is_the_second_half_and_leaves_gradients_alone(again):
+def test_a_pass_is_shown_block_by_block_forward_and_backward_and_gradients_stay(again):
     stream, clock, parts = Terminal(), Clock(), []
     model, inputs = Stack(clock, 3.0, again=again), torch.ones(1, 2, requires_grad=True)
     wanted = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
@@ -91,7 +77,7 @@ def test_the_backward_pass_is_the_second_half_and_leaves_gradients_alone(again):
         found = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
     assert all(map(torch.equal, found, wanted))
     assert sorted(set(parts)) == pytest.approx([4 * part / 6 for part in range(1, 6)])
-    assert parts == sorted(parts)
+    assert parts == sorted(parts) and not any(block._forward_hooks for block in model.blocks)
 
 
 def test_results_go_where_they_are_asked_to_beside_a_bar(capsys):

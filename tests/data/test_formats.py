@@ -172,9 +172,6 @@ def test_pages_are_read_by_their_numbers_from_1():
     assert read_size(io.BytesIO(content), ReadOptions(page=2)) == (20, WIDTH)
     with pytest.raises(ValueError, match="expected page 3, the image has 2 pages"):
         open_image(io.BytesIO(content), ReadOptions(page=3))
-    first, second = (Image.new("L", (4, 3), level) for level in (10, 200))
-    gif = saved(first, "gif", save_all=True, append_images=[second])
-    assert (seen(gif, page=2) == 200).all()
 
 
 def test_a_missing_package_is_one_line_that_installs_it(tmp_path, monkeypatch):

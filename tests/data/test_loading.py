@@ -1,7 +1,6 @@
 """Loaders of all datasets: order, sizes, keys, workers, and images that cannot be read."""
 
 import gc
-import multiprocessing
 import pickle
 import resource
 from dataclasses import replace
@@ -108,24 +107,6 @@ def test_a_training_batch_has_one_size_and_all_sizes_are_drawn_about_equally():
     assert drawn[0] != drawn[1]
     counts = [sum(drawn, []).count((side, side)) for side in (8, 11, 17)]
     assert sum(counts) == 2 * len(batches) and min(counts) > 2 * len(batches) / 5
-
-
-def test_workers_end_by_themselves_when_their_batches_fall_to_the_garbage_collector(monkeypatch):
-    """torch ends the others after some seconds; here after a minute, as the machine may be busy."""
-    ended = []
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 60.0)
-    process = multiprocessing.process.BaseProcess
-    monkeypatch.setattr(process, "terminate", lambda self: ended.append(self) or self.kill())
-    config = DataConfig(name="digits", img_size=8, workers=2)
-    batches = train_batches(build_splits(config, 3), config, batch_size=100, seed=3)
-    epoch = batches.epoch(0)
-    next(epoch)
-    cycle = [batches, epoch]
-    cycle.append(cycle)
-    assert len(multiprocessing.active_children()) == 2
-    del batches, epoch, cycle
-    gc.collect()
-    assert not multiprocessing.active_children() and not ended
 
 
 def test_a_worker_that_cannot_hand_over_what_it_loaded_ends_with_a_line(capfd):

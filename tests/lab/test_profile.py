@@ -2,10 +2,8 @@
 it is typed.
 """
 
-import json
 import math
 import pickle
-import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -15,10 +13,9 @@ import torch
 
 from tests.helpers.oracles import peak_bytes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
-from visionattn.cli import fresh_process
 from visionattn.cli.exit_codes import Failed
 from visionattn.lab.cases import PRECISIONS, Case
-from visionattn.lab.figures import memory_of, slope
+from visionattn.lab.figures import memory_of
 from visionattn.lab.model_step import bytes_of
 from visionattn.lab.profile import memory_profile
 from visionattn.lab.profile.memory_cells import PARTS, measure, measure_here, place, warm_step
@@ -54,45 +51,6 @@ def test_memory_grows_with_the_tokens_of_ours_and_with_their_square_in_eager_att
     cases = [Case("model", model, px, depth=1, form=form) for px in sizes]
     small, large = (peak_bytes(step_at(case).run) for case in cases)
     assert least < large / small < most
-
-
-LIBRARY = """
-import json, sys, torch
-from visionattn.lab.model_step import ModelStep
-from visionattn.lab.profile import memory_cells
-
-kept = {}
-
-def run(self):
-    tokens = (self.images.shape[-1] // 16) ** 2
-    if sys.argv[1] == "first large" and tokens > 64:
-        kept.setdefault("packed matrices", torch.ones(1 << 20))
-    if sys.argv[1] == "each size":
-        kept.setdefault(tokens, torch.ones(1 << 20))
-    torch.ones(tokens, 4096)
-
-ModelStep.run = run
-print(json.dumps(memory_cells.measure_here(**json.load(sys.stdin))))
-"""
-"""A pass of 16 KiB a patch, under a library that keeps 4 MiB from its first large call on, or from
-its first at each size.
-"""
-
-
-@linux
-@pytest.mark.parametrize("library", ["first large", "each size"])
-def test_what_a_library_keeps_does_not_count_as_growth(started_quickly, library):
-    points = []
-    for px in (512, 736):
-        told = {"case": asdict(replace(TINY, size=px)), "device": "cpu"}
-        told |= {"budget_bytes": None, "threads": 1}
-        given = dict(input=json.dumps(told), capture_output=True, text=True)
-        given["env"] = fresh_process.environment(returning=True)
-        command = [sys.executable, "-c", LIBRARY, library]
-        found = json.loads(subprocess.run(command, check=True, **given).stdout)
-        points.append(((px // 16) ** 2, found["above_bytes"]))
-        assert points[-1][1] == pytest.approx(points[-1][0] * 4 * 4096, abs=1 << 20)
-    assert slope(points) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bfloat16", 2), ("amp_fp16", 4)])

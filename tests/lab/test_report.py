@@ -120,7 +120,6 @@ def test_a_curve_has_the_source_with_the_most_values(tmp_path):
     steps, epochs = charts["Training loss"].series
     assert (len(steps.y), steps.x[:4]) == (12, [0.25, 0.5, 0.75, 1.0])
     assert (epochs.x, epochs.y) == ([1, 2, 3], [1.0] * 3)
-    assert charts["Throughput of training"].series[1].y == [912.0]
     assert charts["Validation accuracy"].series[0].y == [50.0, 62.5, 62.5]
     write_lines(short, lines_of(long)[:1])
     (chart, *_) = curves_of([read_run(short, "short")])
