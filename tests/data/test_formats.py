@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.image_files import config_of, write_classes
 from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, saved, seen, tiff, whole
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
@@ -22,6 +23,7 @@ from visionattn.data.formats import (
 )
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.sources import Files
+from visionattn.data.splits import build_splits
 
 NODATA = (42113, 2, 0, "7", False)
 """GDAL's tag of the value that stands for no data."""
@@ -175,23 +177,30 @@ def test_pages_are_read_by_their_numbers_from_1():
 
 
 def test_a_missing_package_is_one_line_that_installs_it(tmp_path, monkeypatch):
-    find = importlib.util.find_spec
+    find, gone = importlib.util.find_spec, ("rasterio", "zarr", "pandas", "webdataset", "datasets")
     holes = tiff(pattern(), extratags=[NODATA]).getvalue()
     (tmp_path / "a.zarr").mkdir()
     (tmp_path / "a.vrt").write_bytes(holes)
+    (tmp_path / "a.csv").write_text("path,label\n")
+    write_classes(tmp_path / "classes", {"bird": 2, "cat": 2})
     monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name in ("rasterio", "zarr") else find(name),
+        importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name)
     )
-    for source, extra, package in (
-        (io.BytesIO(holes), "raster", "rasterio"),
-        (str(tmp_path / "a.vrt"), "raster", "rasterio"),
-        (str(tmp_path / "a.zarr"), "arrays", "zarr"),
+
+    def built(options):
+        build_splits(config_of(**{"root": tmp_path / "classes"} | options), 0)
+
+    for extra, package, read, source in (
+        ("raster", "rasterio", seen, io.BytesIO(holes)),
+        ("raster", "rasterio", seen, str(tmp_path / "a.vrt")),
+        ("arrays", "zarr", seen, str(tmp_path / "a.zarr")),
+        ("tables", "pandas", built, {"labels": str(tmp_path / "a.csv")}),
+        ("readers", "webdataset", built, {"root": f"wds/{tmp_path}"}),
+        ("readers", "datasets", built, {"root": f"hfds/{tmp_path}"}),
     ):
         said = rf"^[^\n]* needs {package}: pip install 'visionattn\[{extra}\]'$"
         with pytest.raises(MissingPackage, match=said):
-            seen(source)
+            read(source)
 
 
 def test_pages_that_say_what_holds_nothing_are_refused():

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
+from tests.data.test_mask_files import NUMBERS
+from tests.data.test_mask_files import write as write_masks
 from tests.helpers.image_files import config_of, refused, write_classes, write_tar
 from visionattn.data.splits import build_splits, images_to_judge
 
@@ -165,13 +166,6 @@ def test_options_that_do_not_fit_are_one_line(root, options, line):
     assert refused((ValueError, FileNotFoundError), config).startswith(line)
 
 
-def test_a_missing_package_names_the_extra(root, table, monkeypatch):
-    given = table(label=LABELS)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pandas" else name)
-    line = f"{given['labels']} needs pandas: pip install 'visionattn[tables]'"
-    assert refused(ValueError, config_of(root, **given)) == line
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -250,26 +244,17 @@ def test_weights_have_mean_1_and_are_a_part_of_the_fingerprint(root, table):
 
 
 def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
-    root = tmp_path / "masked"
-    paths = [f"images/p{number // 3}_{number}.png" for number in range(12)]
-    draw = np.random.default_rng(0)
-    for path in paths:
-        for name, bands in ((path, 3), (path.replace("images", "masks"), 1)):
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            pixels = draw.integers(0, 3, (9, 7, bands), np.uint8)
-            Image.fromarray(pixels.squeeze()).save(root / name)
-    splits = ["val"] * 3 + ["train"] * 9
-    options = table(
-        paths=paths, split=splits, group=[path[:9] for path in paths], weight=[2.5] * 12
-    )
+    root = write_masks(tmp_path / "masked", NUMBERS, splits=("",), layout="{kind}")
+    paths, splits = [f"images/deep/{number}.png" for number in range(4)], ["val", *["train"] * 3]
+    options = table(paths=paths, split=splits, group=[*"abbc"], weight=[2.5] * 4)
     masked = {"task": "segmentation", "masks": {"classes": ["a", "b", "c"]}}
     found = build_splits(config_of(root, **masked, **options), 0)
-    assert found.validation.names() == [f"/p0_{number}.png" for number in range(3)]
-    assert found.train.weights.tolist() == [1.0] * 9
-    found = build_splits(config_of(root, **masked, group_from=r"images/(p\d+)", fold="2/4"), 0)
-    assert len({name.split("_")[0] for name in names(found.validation)}) == 1
-    shared = table(paths=paths, split=splits, group=["x", *"abcdefghij", "x"])
-    assert "1 of 11 groups of " in refused(ValueError, config_of(root, **masked, **shared))
+    assert found.validation.names() == ["/deep/0.png"]
+    assert found.train.weights.tolist() == [1.0] * 3
+    found = build_splits(config_of(root, **masked, group_from=r"(\d)", fold="2/4"), 0)
+    assert len(found.validation) == 1
+    shared = table(paths=paths, split=splits, group=[*"xabx"])
+    assert "1 of 3 groups of " in refused(ValueError, config_of(root, **masked, **shared))
 
 
 def test_a_pattern_that_groups_no_images_is_a_warning(root):
