@@ -68,16 +68,19 @@ def test_lines_come_every_half_minute_elsewhere():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_pass_is_shown_block_by_block_forward_and_backward_and_gradients_stay(again):
-    stream, clock, parts = Terminal(), Clock(), []
+    clock = Clock()
     model, inputs = Stack(clock, 3.0, again=again), torch.ones(1, 2, requires_grad=True)
     wanted = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-    progress = Progress(4, 0, stream, clock=clock)
-    progress.show = lambda note="": parts.append(progress._part)
-    with progress.within(model, images=4):
-        found = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-    assert all(map(torch.equal, found, wanted))
-    assert sorted(set(parts)) == pytest.approx([4 * part / 6 for part in range(1, 6)])
-    assert parts == sorted(parts) and not any(block._forward_hooks for block in model.blocks)
+    for trained, shown in ((False, [4 / 3, 8 / 3, 4]), (True, [4 * n / 6 for n in range(1, 6)])):
+        progress, parts = Progress(4, 0, Terminal(), clock=clock), []
+        progress.show = lambda progress=progress, parts=parts: parts.append(progress._part)
+        with progress.within(model, images=4), torch.set_grad_enabled(trained):
+            total = model(inputs).sum()
+            if trained:
+                found = torch.autograd.grad(total, list(model.parameters()))
+                assert all(map(torch.equal, found, wanted))
+        assert sorted(set(parts)) == pytest.approx(shown) and parts == sorted(parts)
+    assert not any(block._forward_hooks for block in model.blocks)
 
 
 def test_results_go_where_they_are_asked_to_beside_a_bar(capsys):

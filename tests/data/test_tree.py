@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.geometry import square
 from tests.helpers.image_files import config_of, encoded, levels_and_labels, refused, write_tar
 from visionattn.data.folder_walk import images_below
-from visionattn.data.splits import SampleKey, build_splits, images_to_judge
+from visionattn.data.splits import SampleKey, build_splits
 from visionattn.inference.image_listing import find_images as list_images
 
 TIES = ("01", "1", "2", "10", "DOG", "Dog", "dog", "²")
@@ -126,20 +126,6 @@ def test_images_without_classes_are_found_wherever_they_lie(tmp_path, text, kind
     assert (splits.spec.num_classes, splits.spec.class_names) == (0, ())
     assert (len(splits.train), len(splits.validation)) == counts
     assert set(splits.train.labels) == {0}
-
-
-def test_weights_are_judged_on_the_classes_that_they_know(tmp_path):
-    root = write(tmp_path / "a", "b:4 train:4", "folder")
-    with pytest.warns(UserWarning, match="has no images of the classes a"):
-        parts, spec = images_to_judge(config_of(root, val_fraction=0.25), 3, ["a", "b", "train"])
-    assert spec.class_names == ("a", "b", "train")
-    assert {name: part.labels.tolist() for name, part in parts.items()} == {
-        "all": [1] * 4 + [2] * 4,
-        "train": [1] * 3 + [2] * 3,
-        "validation": [1, 2],
-    }
-    with pytest.raises(ValueError, match="unknown to the model: train; expected a"):
-        images_to_judge(config_of(root), 3, ["a", "b"])
 
 
 def test_the_seed_holds_out_a_share_of_each_class(tmp_path):
