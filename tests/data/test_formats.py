@@ -231,26 +231,18 @@ def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
     pixels = np.array([[-5.0, 0.0, 2.0], [3.0, np.nan, np.inf]], np.float32)[..., None]
     got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
     np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
-    for dtype in ("float32", "uint16"):
-        said = f"^unknown value range of {dtype} values from 0 to 900; pass --data.value_range"
-        with pytest.raises(NotAsAsked, match=said):
-            seen(tiff(pattern(1, np.uint16, 900).astype(dtype)))
 
 
 def test_bands_are_picked_in_the_order_given_or_are_one_line():
     pixels = pattern(5)
-    for bands in ((5, 2), (1,), (3, 3, 1)):
-        got = seen(tiff(pixels), bands=bands)
-        np.testing.assert_array_equal(got, pixels[..., [band - 1 for band in bands]])
+    got = seen(tiff(pixels), bands=(3, 3, 1))
+    np.testing.assert_array_equal(got, pixels[..., [2, 2, 0]])
     for bands, wanted, line in (
         (1, (1, 2), "expected band 2, the image has 1 band"),
         (2, None, "the image has 2 bands; choose bands, e.g. --data.bands"),
     ):
         with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):
             seen(tiff(pattern(bands)), bands=wanted)
-    # of four bands the first three are the colors, the fourth is transparency or infrared
-    four = pattern(4)
-    np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
 
 
 VIEW = Geometry("native", None).view(HEIGHT, WIDTH)

@@ -249,7 +249,7 @@ def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
     options = table(paths=paths, split=splits, group=[*"abbc"], weight=[2.5] * 4)
     masked = {"task": "segmentation", "masks": {"classes": ["a", "b", "c"]}}
     found = build_splits(config_of(root, **masked, **options), 0)
-    assert found.validation.names() == ["/deep/0.png"]
+    assert [name[-17:] for name in found.validation.names()] == [paths[0]]
     assert found.train.weights.tolist() == [1.0] * 3
     found = build_splits(config_of(root, **masked, group_from=r"(\d)", fold="2/4"), 0)
     assert len(found.validation) == 1

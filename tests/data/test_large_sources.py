@@ -51,35 +51,41 @@ def usual(listing, spec):
     return spec.prepare(sample.pixels[None])
 
 
-FORMATS = ("array", "tensor", "memory-map", "npy", "zarr array", "zarr", "tiled", "strips", "png")
+def memory_map(pixels, path):
+    np.save(path, pixels)
+    return np.load(f"{path}.npy", "r")
+
+
+def zarr_array(pixels, path):
+    chunks = (16, 16, pixels.shape[2])
+    return zarr.create_array(str(path), data=pixels, chunks=chunks, overwrite=True)
+
+
+HELD = {
+    "array": lambda pixels, path: pixels,
+    "tensor": lambda pixels, path: torch.from_numpy(pixels).permute(2, 0, 1),
+    "memory-map": memory_map,
+    "zarr array": zarr_array,
+}
+LISTED = {
+    "npy": lambda pixels, path: np.save(path, pixels),
+    "zarr": zarr_array,
+    "png": lambda pixels, path: Image.fromarray(pixels).save(path),
+    "tiled.tif": lambda pixels, path: path.write_bytes(tiff(pixels, tile=(16, 32)).getvalue()),
+    "strips.tif": lambda pixels, path: path.write_bytes(tiff(pixels, rowsperstrip=7).getvalue()),
+}
 
 
 def made(kind, pixels, folder):
     """An image of a kind, and what opens it the usual way."""
-    path = str(folder / "image.") + {"tiled": "tif", "strips": "tif"}.get(kind, kind)
-    held = HeldImages([pixels])
-    if kind == "array":
-        return pixels, held
-    if kind == "tensor":
-        return torch.from_numpy(pixels).permute(2, 0, 1), held
-    if kind == "memory-map":
-        np.save(folder / "a.npy", pixels)
-        return np.load(folder / "a.npy", "r"), held
-    if kind in ("zarr", "zarr array"):
-        chunks = (16, 16, pixels.shape[2])
-        array = zarr.create_array(path, data=pixels, chunks=chunks, overwrite=True)
-        return (array, held) if kind == "zarr array" else (path, ListedFiles([path]))
-    if kind == "npy":
-        np.save(path, pixels)
-    elif kind == "png":
-        Image.fromarray(pixels).save(path)
-    else:
-        way = {"tile": (16, 32)} if kind == "tiled" else {"rowsperstrip": 7}
-        (folder / "image.tif").write_bytes(tiff(pixels, compression="zlib", **way).getvalue())
-    return path, ListedFiles([path])
+    path = folder / f"image.{kind}"
+    if kind in HELD:
+        return HELD[kind](pixels, path), HeldImages([pixels])
+    LISTED[kind](pixels, path)
+    return str(path), ListedFiles([str(path)])
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*HELD, *LISTED])
 def test_bands_of_rows_are_what_an_image_holds_and_become_the_usual_input(tmp_path, kind):
     pixels, spec = pixels_of(), spec_of()
     image, listing = made(kind, pixels, tmp_path)
@@ -210,7 +216,7 @@ def test_the_identity_tells_another_image_and_another_reading_and_nothing_else(t
     pixels = pixels_of(4)
     changed = pixels.copy()
     changed[0, 3] += 1
-    for kind in ("array", "npy", "zarr", "tiled"):
+    for kind in ("array", "npy", "zarr", "tiled.tif"):
         image, _ = made(kind, pixels, tmp_path)
         with open_source(image) as source, open_source(image) as again:
             identity = source.identity()
@@ -220,7 +226,7 @@ def test_the_identity_tells_another_image_and_another_reading_and_nothing_else(t
         with open_source(made(kind, changed, tmp_path)[0]) as other:
             assert other.identity() != identity
     # an array keeps its identity next to a file of the same name
-    with open_source(pixels, name=str(tmp_path / "image.tif")) as source:
+    with open_source(pixels, name=str(tmp_path / "image.tiled.tif")) as source:
         assert source.identity()["bytes"] is None
 
 

@@ -33,6 +33,7 @@ from visionattn.lab.compared_models import (
 )
 from visionattn.lab.measure import attention_backends
 from visionattn.lab.targets import Target, measure_targets
+from visionattn.ops.position import joint_position
 
 PLAN = MeasurementPlan(rounds=2, max_rounds=2, seconds=0, memory=False)
 
@@ -123,6 +124,20 @@ CHOOSING = [
 def test_the_forms_that_are_timed_are_those_that_were_checked(case, form):
     assert attention_backends(build(case)) == (form,)
     assert form in attention_backends(lambda: check_case(case))
+
+
+def test_sums_over_classes_are_checked_as_they_run_at_the_size_of_the_case(monkeypatch):
+    """On rows of seven classes, pairs take longer than tiles from 710 keys on."""
+    right, direct = joint_position.direct_is_faster, set()
+    monkeypatch.setattr(
+        joint_position,
+        "direct_is_faster",
+        lambda *given: direct.add(right(*given)) or right(*given),
+    )
+    case = operation("kernelized+joint", "efficient")
+    for size in (case.size, 720):
+        direct.clear()
+        assert check_case(replace(case, size=size)) is None and direct == {size == case.size}
 
 
 FAILURES = {

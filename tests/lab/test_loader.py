@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from torch.utils.data import Dataset
 
+from tests.helpers.image_files import write_classes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.data.batches import Item
 from visionattn.data.data_config import DataConfig
@@ -143,11 +143,8 @@ def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeyp
 
 
 def test_the_printed_rows_are_written(main, tmp_path, capsys):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for index in range(3):
-            Image.new("RGB", (60, 40), (9, 9, 99)).save(tmp_path / name / f"{index}.jpg")
-    data, file = f"folder+root={tmp_path}+fit=stretch", tmp_path / "a.csv"
+    write_classes(tmp_path / "root", {"bird": 3, "cat": 3})
+    data, file = f"folder+root={tmp_path / 'root'}+fit=stretch", tmp_path / "a.csv"
     flags = words("--img-size 64 --workers 0 --batch 2 --csv {}", file)
     assert main(["loader", data, *flags, *QUICK]) == 0
     lines, rows = capsys.readouterr().out.splitlines(), read_csv(file)

@@ -73,11 +73,3 @@ def test_head_counts_stand_beside_the_published_ones():
     (record,) = heads_table([record_of(row) for row in rows])
     assert record["d"] == 16 and record["direct images/s"] == "8" and record["direct MiB"] == "5"
     assert record["efficient images/s"] is None and record["published efficient images/s"] == 9713
-
-
-@pytest.mark.parametrize("figure", FIGURES)
-def test_cases_of_a_figure_can_be_compared(figure):
-    for quick in (False, True):
-        groups = list(FIGURES[figure].cases(quick))
-        assert all(len({case.place for case in group}) == 1 and len(group) > 1 for group in groups)
-        assert len({case.label for group in groups for case in group}) < 13
