@@ -38,13 +38,6 @@ def test_importing_registers_the_models_and_neither_handlers_nor_readers_of_imag
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_what_the_package_lacks_is_an_attribute_error():
-    import visionattn
-
-    with pytest.raises(AttributeError, match="'visionattn' has no attribute 'trian'"):
-        visionattn.trian  # noqa: B018
-
-
 def test_help_wrong_names_and_mistyped_options_are_answered_without_torch():
     code = (
         "import sys\n"

@@ -9,7 +9,6 @@ import torch
 from typing_extensions import TypedDict
 
 from visionattn.cli.untrusted import (
-    brief,
     checked,
     from_json,
     from_yaml,
@@ -139,19 +138,3 @@ def test_rows_of_csv_have_every_column_and_texts_as_they_were_before_escaping(tm
     path.write_text('a,b\n"1,2\n')
     with pytest.raises(ValueError, match="a.csv is not a CSV file: unexpected end of data"):
         read_csv(path)
-
-
-def test_values_are_shown_in_one_short_line():
-    shown = ["x" * 5000, "a\nb", "", 10**30, None, True, {}, [1, 2], torch.zeros(1)]
-    texts = [brief(value) for value in shown]
-    assert texts[1:] == [
-        "a b",
-        "''",
-        "1" + "0" * 30,
-        "null",
-        "true",
-        "no names and values",
-        "a list of 2",
-        "a tensor",
-    ]
-    assert len(texts[0]) <= 60
