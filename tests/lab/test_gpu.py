@@ -26,13 +26,11 @@ ROOT = Path(__file__).parents[2]
 ONE = "direct TaylorShift forward d"
 
 
-@pytest.fixture
-def main():
-    return load_tool("benchmark")
+main = load_tool("benchmark")
 
 
 @interpreted
-def test_a_row_is_checked_then_timed_and_written(main, tmp_path, capsys):
+def test_a_row_is_checked_then_timed_and_written(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     assert main(["gpu", "--rehearse", "--only", ONE, "--rows", str(out)]) == 0
     about, row = read_lines(out)
@@ -47,7 +45,7 @@ def test_a_row_is_checked_then_timed_and_written(main, tmp_path, capsys):
 
 
 @interpreted
-def test_a_wrong_result_has_no_time_and_ends_with_code_4(main, tmp_path, capsys, monkeypatch):
+def test_a_wrong_result_has_no_time_and_ends_with_code_4(tmp_path, capsys, monkeypatch):
     right = gpu_operations.operation_of
 
     def faulty(case, bench, impl="triton"):

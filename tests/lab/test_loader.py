@@ -56,9 +56,7 @@ def source_of(dataset):
     return LoaderSource("slow", config, Splits(dataset, dataset, None, SPEC))
 
 
-@pytest.fixture(scope="module")
-def main():
-    return load_tool("benchmark")
+main = load_tool("benchmark")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -134,7 +132,7 @@ BAD_FLAGS = {
 }
 
 
-def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch):
+def test_bad_input_ends_with_one_line_and_code_2(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flags, part in BAD_FLAGS.items():
         assert main(["loader", *flags.split()]) == 2
@@ -142,7 +140,7 @@ def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_printed_rows_are_written(main, tmp_path, capsys):
+def test_the_printed_rows_are_written(tmp_path, capsys):
     write_classes(tmp_path / "root", {"bird": 3, "cat": 3})
     data, file = f"folder+root={tmp_path / 'root'}+fit=stretch", tmp_path / "a.csv"
     flags = words("--img-size 64 --workers 0 --batch 2 --csv {}", file)

@@ -1,5 +1,5 @@
-"""``visionattn report``: what its page says of runs in any state and of example images, how it ends,
-and what a browser makes of the page.
+"""``visionattn report``: what its page says of runs in any state and of example images, how it
+ends, and what a browser makes of the page.
 """
 
 import base64
@@ -43,9 +43,7 @@ COUNTS = [[5, 2, 0], [0, 3, 0], [1, 0, 1]]
 NAMES = ["ape", "bear", "a cat of a long name"]
 
 
-@pytest.fixture(scope="module")
-def main():
-    return load_tool("report")
+main = load_tool("report")
 
 
 def page_of(*paths, output, images=0, title="T"):
@@ -347,7 +345,7 @@ BAD_INPUT = {
 }
 
 
-def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch):
+def test_bad_input_ends_with_one_line_and_code_2(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = write_run(tmp_path / "run", epochs=1)
     (run / "report.html").write_text("mine")
