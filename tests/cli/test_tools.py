@@ -1,4 +1,4 @@
-"""The commands as they are typed: what they print, and how they end."""
+"""Commands as they are typed: what they print, how they end, and where the system is another."""
 
 import contextlib
 import io
@@ -17,9 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 
-from tests.helpers.tools import assert_one_error, load_tool, words, written
+from tests.helpers.inference_files import write_image, write_weights
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, words, written
 from visionattn.cli import exit_codes
+from visionattn.command import main
 
 ROOT = Path(__file__).parents[2]
 SMALL = words(
@@ -261,3 +264,73 @@ def test_a_warning_of_the_package_is_one_line_without_a_place_in_its_code():
     assert written[0] == "note: two pages, one is read\n"
     assert all("Warning: two pages" in line and ".py:7" in line for line in written[1:])
     assert warnings.formatwarning is usual
+
+
+LATIN = os.fsdecode(b"caf\xe9")
+"""A name in Latin-1, as Python has it."""
+
+
+def test_images_with_names_in_another_encoding_have_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors")
+    write_image(tmp_path / "images" / f"{LATIN}.png", 16, 24, 7)
+    given = ["predict", "--checkpoint", "best.safetensors", "--images", "images", "--workers", "0"]
+    assert main(given) == 0 and "caf?.png" in capsys.readouterr().out
+    assert main([*given, "--output", "a.csv"]) == 0
+    assert os.fsencode(read_csv(tmp_path / "a.csv")[0]["path"]).endswith(b"caf\xe9.png")
+
+
+OTHER_SYSTEM = """
+import os, shutil, signal, sys
+sys.modules["fcntl"] = sys.modules["resource"] = None
+shutil._use_fd_functions = False
+for name in "O_DIRECTORY O_NOFOLLOW killpg posix_fallocate register_at_fork sysconf".split():
+    delattr(os, name)
+del signal.SIGKILL
+
+def of_package():
+    return sys._getframe(2).f_globals["__name__"].startswith("visionattn")
+
+def refused(path):
+    raise PermissionError(13, "used by another process", str(path))
+
+def opened(path, *options, real=os.open, **more):
+    return refused(path) if of_package() and os.path.isdir(path) else real(path, *options, **more)
+
+def renamed(real):
+    def rename(*paths):
+        for number in os.listdir("/proc/self/fd") if of_package() else ():
+            held = os.path.realpath("/proc/self/fd/" + number)
+            if any((held + "/").startswith(os.path.realpath(path) + "/") for path in paths):
+                refused(held)
+        return real(*paths)
+    return rename
+
+os.open, os.rename, os.replace = opened, renamed(os.rename), renamed(os.replace)
+from visionattn.command import main
+"""
+RUN = """
+run, small = ["--output=runs", "--run=a"], ["--optim.warmup_epochs=0", "--data.workers=0"]
+small += ['--model.args={"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 16}']
+best = ["--checkpoint", "runs/a/best.safetensors"]
+for words in (
+    ["train", "--config", "digits", "--epochs=1", *run, *small],
+    ["train", "--config", "runs/a/config.yaml", "--resume", "--epochs=2"],
+    ["validate", *best],
+    ["predict", *best, "--images", "image.png", "--output", "classes.csv"],
+    ["features", *best, "--images", "image.png", "--output", "features"],
+    ["features", *best, "--images", "image.png", "--output", "features", "--overwrite"],
+    ["features", *best, "--images=image.png", "--img-size=native", "--dense", "--output=map.npy"],
+):
+    assert main(words) == 0, words
+"""
+
+
+@pytest.mark.slow
+def test_digits_are_trained_and_used_where_the_system_is_not_posix(tmp_path, started_quickly):
+    Image.linear_gradient("L").resize((32, 32)).save(tmp_path / "image.png")
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})" + OTHER_SYSTEM + RUN
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "map.npy").exists() and (tmp_path / "features" / "index.csv").exists()
