@@ -33,40 +33,39 @@ def test_the_machine_gives_what_it_says_is_available(tmp_path):
     assert free_of_machine(tmp_path) == 33 * 1024
 
 
-def test_the_tightest_of_the_groups_around_a_process_counts_and_files_in_memory_can_go(tmp_path):
-    group = "sys/fs/cgroup/job.slice/step"
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/job.slice/step\n",
-            f"{group}/memory.max": "max\n",
-            f"{group}/memory.current": "5\n",
-            f"{group}/memory.stat": "anon 3\ninactive_file 1\n",
-            "sys/fs/cgroup/job.slice/memory.max": "1000\n",
-            "sys/fs/cgroup/job.slice/memory.current": "700\n",
-            "sys/fs/cgroup/job.slice/memory.stat": "anon 600\ninactive_file 40\nactive_file 7\n",
-        },
-    )
-    assert free_of_groups(tmp_path) == 1000 - 700 + 40
-    write(tmp_path, {f"{group}/memory.max": "31\n"})
-    assert free_of_groups(tmp_path) == 31 - 5 + 1
+STEP, JOB, OLD = "sys/fs/cgroup/job.slice/step", "sys/fs/cgroup/job.slice", "sys/fs/cgroup/memory"
+VERSION_2 = {
+    "proc/self/cgroup": "0::/job.slice/step\n",
+    f"{STEP}/memory.max": "max\n",
+    f"{STEP}/memory.current": "5\n",
+    f"{STEP}/memory.stat": "anon 3\ninactive_file 1\n",
+    f"{JOB}/memory.max": "1000\n",
+    f"{JOB}/memory.current": "700\n",
+    f"{JOB}/memory.stat": "anon 600\ninactive_file 40\nactive_file 7\n",
+}
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/\n7:memory:/docker/x\n",
+    f"{OLD}/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+    f"{OLD}/memory.usage_in_bytes": "9\n",
+    f"{OLD}/memory.stat": "total_inactive_file 2\n",
+}
 
 
-def test_groups_of_version_1_count_and_no_limit_is_none(tmp_path):
-    top = "sys/fs/cgroup/memory"
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:cpu,cpuacct:/\n7:memory:/docker/x\n",
-            f"{top}/memory.limit_in_bytes": f"{2**63 - 4096}\n",
-            f"{top}/memory.usage_in_bytes": "9\n",
-            f"{top}/memory.stat": "total_inactive_file 2\n",
-        },
-    )
-    assert free_of_groups(tmp_path) is None
-    write(tmp_path, {f"{top}/memory.limit_in_bytes": "100\n"})
-    assert free_of_groups(tmp_path) == 93
-    assert free_of_groups(tmp_path / "nothing") is None
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        (VERSION_2, 1000 - 700 + 40),
+        (VERSION_2 | {f"{STEP}/memory.max": "31\n"}, 31 - 5 + 1),
+        (VERSION_1, None),
+        (VERSION_1 | {f"{OLD}/memory.limit_in_bytes": "100\n"}, 100 - 9 + 2),
+        ({}, None),
+    ],
+)
+def test_the_tightest_group_around_a_process_counts_and_files_in_memory_can_go(
+    tmp_path, files, free
+):
+    write(tmp_path, files)
+    assert free_of_groups(tmp_path) == free
 
 
 def test_the_machine_is_shared_and_what_the_process_has_is_its_own(monkeypatch):

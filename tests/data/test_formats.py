@@ -256,29 +256,44 @@ def listed(folder, *streams):
     return Files(paths)
 
 
-@pytest.mark.parametrize(("largest", "bits"), [(4095, 12), (4096, 14), (16384, 16), (17, 8)])
-def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(
-    tmp_path, largest, bits
+def test_ranges_pages_and_transparency_are_found_beforehand_and_told_in_one_line(
+    tmp_path,
 ):
-    pixels = [pattern(1, np.uint16, high) for high in (5, largest, 11)]
-    source = listed(tmp_path, *map(tiff, pixels))
-    options, lines = settle(source, range(3), ReadOptions(1))
-    assert options.value_range == (0, 2**bits - 1)
-    assert lines == [
-        f"16-bit images hold values up to {largest:,}: read as {bits} bits; "
-        "override with --data.value_range LOW HIGH"
-    ]
-    with open_image(source.open(0)) as reader:
-        got = read_image(reader, VIEW, options)
-    np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
-
-
-def test_one_deep_file_among_files_of_8_bits_is_found_before_the_first_step(tmp_path):
-    files = [tiff(pattern(1, np.uint8, 200))] * 40
-    files[3] = tiff(pattern(1, np.uint16, 900))
-    options, lines = settle(listed(tmp_path, *files), range(40), ReadOptions(1))
-    assert options.value_range == (0, 1023) and "16-bit images hold values up to 900" in lines[0]
-    assert settle(listed(tmp_path, *files[4:]), range(36), ReadOptions(1)) == (ReadOptions(1), [])
+    deep = {high: tiff(pattern(1, np.uint16, high)) for high in (5, 17, 900, 4095, 4096, 16384)}
+    eight, flat = tiff(pattern(1, np.uint8, 200)), saved(pattern(), "png")
+    grey = [Image.new("L", (9, 8), level) for level in range(3)]
+    pages = saved(grey[0], "tiff", save_all=True, append_images=grey[1:])
+    clear = saved(Image.new("RGBA", (9, 8)), "png")
+    one, every = ReadOptions(1), ReadOptions(4, bands=(1, 2, 3, 4))
+    advice = "read as 12 bits; override with --data.value_range LOW HIGH"
+    for streams, asked, value_range, said in (
+        ([deep[5], deep[4095], deep[5]], one, (0, 4095), f"hold values up to 4,095: {advice}"),
+        (
+            [deep[5], deep[4096]],
+            one,
+            (0, 16383),
+            "hold values up to 4,096: read as 14 bits",
+        ),
+        (
+            [deep[5], deep[16384]],
+            one,
+            (0, 65535),
+            "values up to 16,384: read as 16 bits",
+        ),
+        ([deep[17], deep[5]], one, (0, 255), "16-bit images hold values up to 17: read as 8 bits"),
+        ([*[eight] * 3, deep[900], *[eight] * 36], one, (0, 1023), "hold values up to 900"),
+        ([eight] * 36, one, None, None),
+        ([deep[900]], ReadOptions(value_range=(0, 9)), (0, 9), None),
+        ([io.BytesIO(b"no image")], ReadOptions(), None, None),
+        ([pages, *[saved(grey[1], "tiff")] * 39], one, None, "several pages (3 in"),
+        ([pages], ReadOptions(1, page=1), None, None),
+        ([flat, clear], ReadOptions(3), None, "alpha channel (transparency) is dropped"),
+        ([flat], ReadOptions(3), None, None),
+        ([clear], every, None, None),
+    ):
+        options, lines = settle(listed(tmp_path, *streams), range(len(streams)), asked)
+        assert options.value_range == value_range, said
+        assert len(lines) == (said is not None) and all(said in line for line in lines)
 
 
 def test_values_outside_the_range_that_was_found_are_an_error(tmp_path):
@@ -301,36 +316,3 @@ def test_values_outside_the_range_that_was_found_are_an_error(tmp_path):
     stated = pattern(1, np.uint16, 16383)
     with open_image(tiff(stated, extratags=[(281, 3, 1, 16383, True)])) as reader:
         np.testing.assert_allclose(read_image(reader, VIEW, options), stated / 16383, atol=1e-6)
-
-
-def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits(tmp_path):
-    eight, sixteen = saved(pattern(), "png"), tiff(pattern(1, np.uint16))
-    for source, options in (
-        ([eight, eight], ReadOptions()),
-        ([sixteen], ReadOptions(value_range=(0, 9))),
-        ([io.BytesIO(b"no image")], ReadOptions()),
-    ):
-        found = settle(listed(tmp_path, *source), range(len(source)), options)
-        assert found == (options, [])
-
-
-def test_a_file_of_pages_is_told(tmp_path):
-    for number in range(40):
-        Image.new("L", (9, 8), number).save(tmp_path / f"{number:02}.tif")
-    pages = [Image.new("L", (9, 8), number) for number in range(3)]
-    pages[0].save(tmp_path / "00.tif", save_all=True, append_images=pages[1:])
-    files = Files([str(path) for path in sorted(tmp_path.iterdir())])
-    _, lines = settle(files, range(40), ReadOptions(1))
-    assert len(lines) == 1 and "several pages (3 in" in lines[0] and "00.tif" in lines[0]
-    assert settle(files, range(40), ReadOptions(1, page=1))[1] == []
-
-
-def test_dropped_transparency_is_told(tmp_path):
-    for mode in ("RGB", "RGBA"):
-        Image.new(mode, (9, 8)).save(tmp_path / f"{mode}.png")
-    files = Files([str(tmp_path / "RGB.png"), str(tmp_path / "RGBA.png")])
-    _, (line,) = settle(files, range(2), ReadOptions(3))
-    assert "alpha channel (transparency) is dropped" in line and "RGBA.png" in line
-    assert settle(files, range(1), ReadOptions(3))[1] == []
-    only = Files([str(tmp_path / "RGBA.png")])
-    assert settle(only, range(1), ReadOptions(4, bands=(1, 2, 3, 4)))[1] == []

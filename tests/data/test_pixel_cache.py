@@ -173,32 +173,46 @@ def test_rows_of_a_table_are_kept_by_their_content(tmp_path):
     assert len(entries(tmp_path / "cache")) == 3
 
 
-def change_middle(path):
-    """Other pixels in the middle of a file of the same size, written later."""
-    content = path.read_bytes()
-    half = len(content) // 2
-    path.write_bytes(content[:half] + bytes(3000) + content[half + 3000 :])
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+def change_middle(root, cache):
+    """Other pixels in the middle of files of the same size, written later."""
+    for path in root.rglob("*.bmp"):
+        content = path.read_bytes()
+        half = len(content) // 2
+        path.write_bytes(content[:half] + bytes(3000) + content[half + 3000 :])
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
 
 
-def change_end(path):
-    """Other pixels in the first rows, with the time of the former file."""
-    before, content = path.stat(), path.read_bytes()
-    path.write_bytes(content[:-3000] + bytes(3000))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+def change_end(root, cache):
+    """Other pixels in the first rows, with the time of the former files."""
+    for path in root.rglob("*.bmp"):
+        before, content = path.stat(), path.read_bytes()
+        path.write_bytes(content[:-3000] + bytes(3000))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("change", [change_middle, change_end])
-def test_a_changed_file_is_decoded_anew(tmp_path, change):
+def damage(root, cache):
+    first, second, third, *_ = entries(cache)
+    for path, content in ((first, b""), (second, second.read_bytes()[:-5]), (third, b"no array")):
+        path.write_bytes(content)
+
+
+def delete(root, cache):
+    shutil.rmtree(cache)
+
+
+@pytest.mark.parametrize("change", [change_middle, change_end, damage, delete])
+def test_changed_files_and_damaged_entries_are_decoded_anew(tmp_path, undecodable, change):
     def write(path, picture, number):
         Image.fromarray(picture).save(path.with_suffix(".bmp"))
 
     root = write_root(tmp_path / "root", write)
     config, kept = (config_of(root, cache=cache) for cache in (None, str(tmp_path / "cache")))
     items(kept)
-    for path in root.rglob("*.bmp"):
-        change(path)
-    assert_same(items(kept), items(config))
+    change(root, kept.cache)
+    plain = items(config)
+    assert_same(items(kept), plain)
+    undecodable()
+    assert_same(items(kept), plain)
 
 
 def test_other_options_have_other_entries(tmp_path):
@@ -213,22 +227,6 @@ def test_other_options_have_other_entries(tmp_path):
     ):
         plain = items(config_of(root, **(first | change)))
         assert_same(items(config_of(root, cache=cache, **(first | change))), plain)
-
-
-def test_a_damaged_entry_is_replaced_and_a_deleted_folder_returns(tmp_path):
-    config = config_of(write_root(tmp_path / "root"), fit="native", img_size=64)
-    plain = items(config)
-    config.cache = str(tmp_path / "cache")
-    items(config)
-    first, second, third, *_ = kept = entries(config.cache)
-    good = first.read_bytes()
-    for path, content in ((first, b""), (second, good[:-5]), (third, b"no array")):
-        path.write_bytes(content)
-    assert_same(items(config), plain)
-    assert first.read_bytes() == good and entries(config.cache) == kept
-    shutil.rmtree(config.cache)
-    assert_same(items(config), plain)
-    assert entries(config.cache) == kept
 
 
 def test_without_room_one_line_says_so_and_images_are_decoded(tmp_path, monkeypatch):
