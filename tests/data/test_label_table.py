@@ -250,7 +250,8 @@ def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
     found = build_splits(config_of(root, **masked, **options), 0)
     assert [name[-17:] for name in found.validation.names()] == [paths[0]]
     assert found.train.weights.tolist() == [1.0] * 3
-    found = build_splits(config_of(root, **masked, group_from=r"(\d)", fold="2/4"), 0)
+    with pytest.warns(UserWarning, match="a group of its own"):
+        found = build_splits(config_of(root, **masked, group_from=r"(\d)", fold="2/4"), 0)
     assert len(found.validation) == 1
     shared = table(paths=paths, split=splits, group=[*"xabx"])
     assert "1 of 3 groups of " in refused(ValueError, config_of(root, **masked, **shared))

@@ -84,72 +84,48 @@ def items(dataset):
     return [dataset[SampleKey(number, 0, NATIVE)] for number in range(len(dataset))]
 
 
-@pytest.mark.parametrize(
-    ("save", "suffix", "more"),
-    [
-        (NUMBERS, ".TIF", {}),
-        (with_palette, ".png", {}),
-        (values(0, 1, 2, dtype=np.uint16, byteorder=">"), ".tif", {}),
-        (values(0, 1, 2, photometric="miniswhite"), ".tif", {}),
-        (values(0, 1, 2, mode="RGB"), ".bmp", {}),
-        (coloured, ".png", {"masks": {"colours": COLOURS}}),
-    ],
-)
-def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, save, suffix, more):
-    splits = opened(write(tmp_path, save, suffix=suffix), **more)
-    assert splits.spec.task == "segmentation" and splits.spec.num_classes == 3
-    assert splits.spec.class_names == ("0", "1", "2")
-    for number, size in enumerate(SIZES):
-        seen = item(splits, number)
-        assert seen.label.dtype == np.uint8 and seen.label.shape == size
-        assert np.array_equal(seen.label * 100, seen.pixels[..., 0])
+SAVED = [
+    # A writer, its suffix, options, and the value of each class in what is read.
+    (NUMBERS, ".TIF", {}, (0, 1, 2)),
+    (with_palette, ".png", {}, (0, 1, 2)),
+    (values(0, 1, 2, dtype=np.uint16, byteorder=">"), ".tif", {}, (0, 1, 2)),
+    (values(0, 1, 2, photometric="miniswhite"), ".tif", {}, (0, 1, 2)),
+    (values(0, 1, 2, mode="RGB"), ".bmp", {}, (0, 1, 2)),
+    (coloured, ".png", {"colours": COLOURS}, (0, 1, 2)),
+    (values(0, 1, 255), ".png", {}, (0, 1, IGNORED)),
+    (values(0, 7, 1), ".png", {"classes": ["a", "b"], "ignored": 7}, (0, IGNORED, 1)),
+    (coloured, ".png", {"colours": COLOURS[:2], "ignored": COLOURS[2]}, (0, 1, IGNORED)),
+    (values(255, 0), ".png", {"colours": [[255] * 3, [0] * 3]}, (0, 1)),
+]
+WHITE = [
+    (values(0, 255), ".png", {"classes": ["ground", "roof"]}, (0, 1)),
+    (values(0, 255, mode="P"), ".png", {}, (0, 1)),
+    (now_and_then_in_one_bit, ".png", {}, (0, 1)),
+    (values(0, 65535, dtype=np.uint16), ".png", {}, (0, 1)),
+    (values(0, 255, dtype=np.int32), ".tif", {}, (0, 1)),
+    (values(1, 0, dtype=bool, photometric="miniswhite"), ".tif", {}, (0, 1)),
+    (values(65535, 0, dtype=np.uint16, photometric="miniswhite"), ".tif", {}, (0, 1)),
+    (values(0, 255, 128), ".png", {"ignored": 128}, (0, 1, IGNORED)),
+]
+"""Black and white masks, in which white is class 1."""
 
 
-@pytest.mark.parametrize(
-    ("save", "suffix", "names"),
-    [
-        (values(0, 255), ".png", ["ground", "roof"]),
-        (values(0, 255, mode="P"), ".png", None),
-        (now_and_then_in_one_bit, ".png", None),
-        (values(0, 65535, dtype=np.uint16), ".png", None),
-        (values(0, 255, dtype=np.int32), ".tif", None),
-        (values(1, 0, dtype=bool, photometric="miniswhite"), ".tif", None),
-        (values(65535, 0, dtype=np.uint16, photometric="miniswhite"), ".tif", None),
-    ],
-)
-def test_white_is_class_1_of_black_and_white_masks(tmp_path, save, suffix, names):
-    write(tmp_path, save, classes=2, suffix=suffix)
-    with pytest.warns(UserWarning, match="are black and white .*; white is class 1") as said:
-        splits = opened(tmp_path, masks={"classes": names})
-    assert len(said) == 1 and ("(roof)" in str(said[0].message)) == bool(names)
-    assert splits.spec.colours == BINARY and splits.spec.class_names == tuple(names or "01")
+@pytest.mark.parametrize(("save", "suffix", "masks", "wanted"), SAVED + WHITE)
+def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, save, suffix, masks, wanted):
+    write(tmp_path, save, classes=len(wanted), suffix=suffix)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        splits = opened(tmp_path, **({"masks": masks} if masks else {}))
+    told = [str(each.message) for each in caught]
+    white = (save, suffix, masks, wanted) in WHITE
+    assert len(told) == white and all("white is class 1" in each for each in told)
+    numbers = [str(number) for number in range(len(set(wanted) - {IGNORED}))]
+    assert splits.spec.class_names == tuple(masks.get("classes", numbers))
+    if len(wanted) == 2:
+        assert splits.spec.colours == (BINARY if white else BINARY[::-1])
     for seen in (*items(splits.train), *items(splits.validation)):
-        assert np.array_equal(seen.label * 100, seen.pixels[..., 0])
-
-
-@pytest.mark.parametrize(
-    ("save", "more", "lost", "names"),
-    [
-        (values(0, 1, 255), {}, 2, "01"),
-        (values(0, 7, 1), {"masks": {"classes": ["a", "b"], "ignored": 7}}, 1, "ab"),
-        (values(0, 255, 128), {"masks": {"ignored": 128}}, 2, "01"),
-        (coloured, {"masks": {"colours": COLOURS[:2], "ignored": COLOURS[2]}}, 2, "01"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*white is class 1, 128 is ignored")
-def test_a_value_may_not_count(tmp_path, save, more, lost, names):
-    splits = opened(write(tmp_path, save), **more)
-    assert splits.spec.class_names == tuple(names)
-    for seen in items(splits.train):
-        assert np.array_equal(seen.label == IGNORED, seen.pixels[..., 0] == 100 * lost)
-        assert set(np.unique(seen.label)) == {0, 1, IGNORED}
-
-
-def test_colours_that_are_named_may_be_white_and_black(tmp_path):
-    more = {"masks": {"colours": [[255] * 3, [0] * 3]}}
-    splits = opened(write(tmp_path, values(255, 0), classes=2), **more)
-    assert splits.spec.colours == BINARY[::-1]
-    assert np.array_equal(item(splits, 0).label * 100, item(splits, 0).pixels[..., 0])
+        assert seen.label.dtype == np.uint8
+        np.testing.assert_array_equal(seen.label, np.array(wanted)[seen.pixels[..., 0] // 100])
     check_trained(splits)
 
 
