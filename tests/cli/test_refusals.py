@@ -56,6 +56,21 @@ FOLDERS = dict.fromkeys(
     ],
     "at run: it is a folder; pass the weights in it, run/best.safetensors",
 )
+TRAINING = {
+    "train --optim.learning_rate 1": "unknown option --optim.learning_rate; did you mean --opti",
+    "train --optim.lr fast": "optim.lr must be a number, got fast",
+    "train --config nowhere.yaml": "no configuration file at nowhere.yaml",
+    "train --data.name folder": "root",
+    "train --data.name folder --data.root nowhere": "nowhere",
+    "train --data.name cifar10 --data.root nowhere": "nowhere",
+    "train --model.name scaleformer_vit_q": "timm model, got 'scaleformer_vit_q'; did you mean",
+    "train --model.args.pretrained true": "pretrained",
+    "train --model.args.patch_size 8 --data.img_size 30": "8-pixel patches; the nearest that fit",
+    "train --init-from nowhere.pt": "no checkpoint at nowhere.pt",
+    "train --resume": "nothing to resume",
+    "train --resume --overwrite": "pass only one",
+    "train --device cuda:99": "device 'cuda:99' is not available",
+}
 EMPTY = {
     "train --init-from=": "init_from is empty; pass a value, or remove it",
     "train --data.root=": "data.root is empty",
@@ -85,7 +100,7 @@ ABSURD = {
 }
 
 
-@pytest.mark.parametrize("refused", [COMPUTE_NOTHING, FOLDERS, EMPTY, ABSURD])
+@pytest.mark.parametrize("refused", [COMPUTE_NOTHING, FOLDERS, TRAINING, EMPTY, ABSURD])
 def test_what_no_tool_does_is_one_line_before_anything_is_made(folder, capsys, refused):
     before = sorted(os.listdir(folder))
     for line, part in refused.items():

@@ -91,34 +91,6 @@ def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished,
     assert {"device", "commit", "visionattn"} < set(content["provenance"])
 
 
-BAD_FLAGS = {
-    "--optim.learning_rate 1": "unknown option --optim.learning_rate; did you mean --optim.lr?",
-    "--optim.lr fast": "optim.lr must be a number, got fast",
-    "--config nowhere.yaml": "no configuration file at nowhere.yaml",
-    "--data.name folder": "root",
-    "--data.name folder --data.root nowhere": "nowhere",
-    "--data.name cifar10 --data.root nowhere": "nowhere",
-    "--model.name scaleformer_vit_q": "timm model, got 'scaleformer_vit_q'; did you mean",
-    "--model.args.num_heads 3": "3",
-    "--model.args.pretrained true": "pretrained",
-    "--data.img_size 30": "is not a whole number of 8-pixel patches; the nearest that fit: 24 "
-    "or 32",
-    "--init-from nowhere.pt": "no checkpoint at nowhere.pt",
-    "--resume": "nothing to resume",
-    "--resume --overwrite": "pass only one",
-    "--device cuda:99": "device 'cuda:99' is not available",
-}
-
-
-def test_bad_input_ends_training_with_one_line_code_2_and_nothing_written(tmp_path, capsys):
-    for flags, part in BAD_FLAGS.items():
-        given = {flag.partition("=")[0] for flag in flags.split()}
-        small = [flag for flag in SMALL if flag.partition("=")[0] not in given]
-        assert train([*small, "--output", str(tmp_path / "out"), *flags.split()]) == 2, flags
-        assert_one_error(capsys, part)
-        assert not (tmp_path / "out").exists()
-
-
 def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, capsys):
     folder, _ = finished
     best = str(folder / "best.safetensors")

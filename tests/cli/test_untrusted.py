@@ -81,20 +81,6 @@ def test_other_values_are_one_line_with_the_key_the_expected_type_and_the_given_
         assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
-@pytest.mark.parametrize(
-    "text, part",
-    [
-        ("{", "it is not JSON: Expecting property name"),
-        ('{"a": NaN}', "it is not JSON: NaN is not a number"),
-        ("[" * 100_000, "it is not JSON"),
-        ("[]", "it must be names and values, got an empty list"),
-    ],
-)
-def test_a_text_that_is_no_json_of_the_type_is_one_line(text, part):
-    with pytest.raises(ValueError, match=f"^{part}"):
-        from_json(dict[str, Any], text, "it")
-
-
 def test_numbers_of_yaml_may_have_an_exponent_alone():
     text = "a: 1e-3\nb: [-2E+1, .5e2, 1.5, 3, 1e, e5]\nbase: &c {x: 1}\nd: {<<: *c, x: 2}\n"
     found = from_yaml(text)
@@ -102,19 +88,27 @@ def test_numbers_of_yaml_may_have_an_exponent_alone():
     assert found["d"] == {"x": 2} and from_yaml("# nothing\n") is None
 
 
+def mapping(text):
+    return from_json(dict[str, Any], text, "it")
+
+
 @pytest.mark.parametrize(
-    "text, part",
+    ("read", "text", "part"),
     [
-        ("a: [", "while parsing a flow node"),
-        ("epochs: 1\nepochs: 2", "the key epochs occurs twice; remove one"),
-        ("a: !!int x", "invalid literal for int"),
-        ("a: !!python/object:os.system x", "could not determine a constructor"),
-        ("[" * 10_000, "it has too many levels"),
+        (mapping, "{", "it is not JSON: Expecting property name"),
+        (mapping, '{"a": NaN}', "it is not JSON: NaN is not a number"),
+        (mapping, "[" * 100_000, "it is not JSON"),
+        (mapping, "[]", "it must be names and values, got an empty list"),
+        (from_yaml, "a: [", "while parsing a flow node"),
+        (from_yaml, "epochs: 1\nepochs: 2", "the key epochs occurs twice; remove one"),
+        (from_yaml, "a: !!int x", "invalid literal for int"),
+        (from_yaml, "a: !!python/object:os.system x", "could not determine a constructor"),
+        (from_yaml, "[" * 10_000, "it has too many levels"),
     ],
 )
-def test_a_text_that_is_no_yaml_is_one_line(text, part):
+def test_a_text_that_is_no_json_of_the_type_or_no_yaml_is_one_line(read, text, part):
     with pytest.raises(ValueError, match=f"^{part}") as error:
-        from_yaml(text)
+        read(text)
     assert "\n" not in str(error.value)
 
 

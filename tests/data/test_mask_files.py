@@ -400,24 +400,6 @@ def test_a_missing_mask_and_one_of_another_size_name_their_image_or_file(tmp_pat
         opened(tmp_path, masks=MASKS)
 
 
-@pytest.mark.parametrize(
-    ("masks", "words"),
-    [
-        ({"layers": LAYERS, "classes": ["a", "b"]}, "remove all other keys except images"),
-        (
-            {"layers": {"red": "truth/red.tif"}},
-            "expected paths with {name} in data.masks.layers, got truth/red.tif",
-        ),
-        ({"layers": {}}, "expected 2 to 255 classes in data.masks.classes, got 1"),
-        ({"images": "pictures"}, "data.masks.images needs data.masks.layers"),
-    ],
-)
-def test_contradictions_are_refused(tmp_path, masks, words):
-    write_layers(tmp_path)
-    with pytest.raises(ValueError, match=words):
-        opened(tmp_path, masks=masks)
-
-
 def test_a_missing_folder_of_images_is_named(tmp_path):
     with pytest.raises(
         FileNotFoundError, match="images, which does not exist; check data.masks.images"

@@ -380,6 +380,14 @@ BAD_FLAGS = {
     "gpu --only nothing": "rows; first: 'kernelized forward d = 64",
     "gpu --minutes -1": "--minutes must be at least 0, got -1",
     "gpu --csv nowhere/rows.csv": "nowhere for rows.csv",
+    "loader digitz": "data.name must be one of digits, digits_pixel, canvas",
+    "loader nowhere.yaml": "no configuration file at nowhere.yaml",
+    "loader folder+root=nowhere": "nowhere",
+    "loader digits+augment=three": "augment three is not available for digits",
+    "loader digits+workers=3": "digits+workers=3: workers is set by --workers",
+    "loader digits+light": "expected an option such as augment=none, one of task, root, labels",
+    "loader canvas --img-size 64 40": "canvas of 40 pixels is too small",
+    "loader digits --workers -1": "workers must be at least 0, got -1",
 }
 
 

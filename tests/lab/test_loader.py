@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.helpers.image_files import write_classes
-from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
+from tests.helpers.tools import load_tool, read_csv, words
 from visionattn.data.batches import Item
 from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import Splits
@@ -118,26 +118,6 @@ def test_sources_are_named_as_trainings_name_them(tmp_path, monkeypatch):
     mixed = open_source(str(ROOT / "configs" / "canvas.yaml"), None)
     assert LoaderCase(mixed, 1, 3, None).size == "48/64/80"
     assert LoaderCase(mixed, 1, 3, 96).data.img_size_choices is None
-
-
-BAD_FLAGS = {
-    "digitz": "data.name must be one of digits, digits_pixel, canvas",
-    "nowhere.yaml": "no configuration file at nowhere.yaml",
-    "folder+root=nowhere": "nowhere",
-    "digits+augment=three": "augment three is not available for digits",
-    "digits+workers=3": "digits+workers=3: workers is set by --workers",
-    "digits+light": "expected an option such as augment=none, one of task, root, labels",
-    "canvas --img-size 64 40": "canvas of 40 pixels is too small",
-    "digits --workers -1": "workers must be at least 0, got -1",
-}
-
-
-def test_bad_input_ends_with_one_line_and_code_2(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for flags, part in BAD_FLAGS.items():
-        assert main(["loader", *flags.split()]) == 2
-        assert_one_error(capsys, part)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_printed_rows_are_written(tmp_path, capsys):
