@@ -118,14 +118,14 @@ def test_a_link_stays_and_the_file_behind_it_is_replaced_also_where_there_is_non
     assert raised.value.filename == str(link) and link.is_symlink()
 
 
-def test_names_of_what_is_being_written_are_random_hidden_and_no_others(tmp_path):
+def test_unfinished_files_have_random_hidden_names_and_go_with_their_writer(tmp_path):
     seen, mine = [], [tmp_path / name for name in (".out.tmp", "out.visionattn.tmp")]
     for path in mine:
         path.write_text("mine")
 
     def write(place):
         seen.append(place.name)
-        write_text(target, "another process")
+        write_text(target, "of another writer, who leaves this one alone")
         assert place.read_text() == "" and is_unfinished(place)
 
     target = tmp_path / ("out " * 60)

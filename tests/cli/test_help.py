@@ -74,12 +74,6 @@ def test_every_command_has_a_tool():
     assert sorted(text.split('"')[1] for text in named) == sorted(SUBCOMMANDS)
 
 
-def test_help_shows_a_default_list_as_it_is_typed(capsys):
-    with pytest.raises(SystemExit):
-        main(["benchmark", "models", "--help"])
-    assert "(default: 224 512)" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize("kind", [TrainConfig, ValidateConfig, PredictOptions, ExtractOptions])
 def test_the_most_used_options_are_options(kind):
     assert set(kind.MOST_USED) <= set(field_types(kind))
