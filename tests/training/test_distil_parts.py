@@ -58,6 +58,7 @@ def beside_nothing(batch, height, width, side=16):
 
 @pytest.mark.parametrize("stage", ["a", "b"])
 def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(stage):
+    """Absent patches have no part in it."""
     # Without a norm behind the mean, which would hide that absent patches, all zero, are counted.
     vit = vit_of(class_token=False, global_pool="avg", fc_norm=False)
     student, labels = from_softmax(vit).model.eval(), torch.zeros(3, dtype=torch.int64)
@@ -65,9 +66,11 @@ def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(
     padded, alone, sizes = beside_nothing(3, 12, 8)
     with torch.no_grad():
         judged = objective.judge(student, padded, sizes, labels)
+        filled = objective.judge(student, padded, None, labels)
         singly = [objective.judge(student, x[None], None, labels[:1]).loss for x in alone]
         torch.testing.assert_close(judged.logits, student(alone), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(judged.loss, sum(singly), rtol=1e-3, atol=1e-6)
+    assert (filled.loss - sum(singly)).abs() > 1e-3
 
 
 def test_kept_tokens_are_computed_once_per_image_teacher_and_size(tmp_path):

@@ -17,7 +17,7 @@ from tests.helpers.small_runs import small_config
 from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import build_splits, train_batches
 from visionattn.models.segmentation import IGNORED
-from visionattn.training.config import LossConfig, OptimConfig, parse_train
+from visionattn.training.config import LossConfig, OptimConfig
 from visionattn.training.label_statistics import with_class_weights
 from visionattn.training.losses import class_losses, dice_losses, pixel_losses
 from visionattn.training.objectives import Objective, PixelClasses
@@ -187,12 +187,6 @@ def test_a_run_records_balanced_weights_and_resumes_with_the_same_flags(images, 
     assert "is now" not in assert_resumes(config, tmp_path, 7)
     written = yaml.safe_load((tmp_path / "whole" / "small" / "config.yaml").read_text())
     assert written["loss"]["class_weights"] == pytest.approx([35 / 63, 35 / 9, 35 / 33])
-
-
-def test_class_weights_are_a_word_or_numbers():
-    flags = [["balanced"], ["1", "2.5"], ["[1, 2.5]"]]
-    read = [parse_train(["--loss.class-weights", *words]).loss.class_weights for words in flags]
-    assert read == ["balanced", [1.0, 2.5], [1.0, 2.5]]
 
 
 @pytest.mark.parametrize(
