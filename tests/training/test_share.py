@@ -1,5 +1,5 @@
-"""``visionattn share``: what it writes is what timm and transformers load in a process of their
-own, its card says what the run knows, and what cannot be shared is one line.
+"""``visionattn share``: what it writes is what timm and transformers load, its card says what the
+run knows, and what cannot be shared is one line.
 """
 
 import json
