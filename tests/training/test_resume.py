@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.geometry import square
 from tests.helpers.resumed_runs import (
@@ -21,9 +22,10 @@ from tests.helpers.resumed_runs import (
     run,
     start,
     states_written,
+    stop_after,
 )
 from tests.helpers.small_runs import Quadrants, quadrants, rows, same
-from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable
+from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable, seed_batch
 from visionattn.data.data_config import DataConfig
 from visionattn.training import engine, trainer
 
@@ -156,3 +158,19 @@ def test_batches_without_a_readable_image_keep_their_place_when_a_run_is_resumed
     said = assert_resumes(config_of(tmp_path, **options), tmp_path, 6)
     assert "resumes after epoch 0, step 6" in said
     assert [row["left_out"] for row in rows(tmp_path / "parts" / "small")] == ["4", "4"]
+
+
+def test_processes_mix_alike_and_drop_out_differently():
+    drawn = []
+    for rank in (0, 1):
+        seed_batch(7, 2, 5, rank)
+        drawn.append((torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()))
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1:] == drawn[1][1:]
+
+
+def test_what_else_draws_from_the_generators_in_a_run_does_not_change_it(
+    tmp_path, whole, monkeypatch
+):
+    stop_after(monkeypatch, 5, lambda: (torch.rand(9), np.random.rand(9), random.random()))
+    run(config_of(tmp_path))
+    assert_same_end(whole, tmp_path / "small")
