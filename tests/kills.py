@@ -26,8 +26,9 @@ import yaml
 
 from tests.helpers.inference_files import write_decoder, write_folder, write_weights
 from tests.helpers.resumed_runs import assert_same_end
-from tests.helpers.tools import read_csv
+from tests.helpers.tools import read_csv, written
 from tests.helpers.warm_python import serving
+from visionattn.cli.exit_codes import run_tool
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
 from visionattn.lab.sweep.head_sweep import sweep
@@ -104,36 +105,32 @@ class Kind:
     """What is killed."""
 
     name: str
-    begin: Callable[[int, int], int]
-    """Run the command to its end, and return its exit code; the numbers of the points at which it
-    and what it starts are killed.
+    begin: Callable[[int], int]
+    """Run the command to its end, and return its exit code; the number is the point at which what
+    it starts is killed.
     """
     same: Callable[[Path, Path], None]
     """Assert that the folders of two ends are equal."""
 
 
-def going_on(command: str, flags: str) -> int:
+def calling(command: str, flags: str) -> Callable[[int], int]:
     """Call a command, with ``--resume`` where there is something to go on from."""
-    words = flags.split()
-    return run(command, [*words, "--resume"] if any(Path("out/small").glob("*")) else words)
+
+    def begin(_: int) -> int:
+        words = flags.split()
+        return run(command, [*words, "--resume"] if any(Path("out/small").glob("*")) else words)
+
+    return begin
 
 
-def train(deadly: int, _: int) -> int:
-    return going_on("train", TRAIN)
-
-
-def distil(deadly: int, _: int) -> int:
-    return going_on("distil", DISTILLATION)
-
-
-def same_run(left: Path, right: Path, *names: str) -> None:
+def same_run(left: Path, right: Path) -> None:
     assert_same_end(left, right)
-    for name in ("best.safetensors", *names):
+    for name in ("best.safetensors", "config.yaml"):
         assert (left / name).read_bytes() == (right / name).read_bytes(), name
 
 
 def same_training(left: Path, right: Path) -> None:
-    same_run(left / "out" / "small", right / "out" / "small", "config.yaml")
+    same_run(left / "out" / "small", right / "out" / "small")
 
 
 def same_distillation(left: Path, right: Path) -> None:
@@ -143,14 +140,12 @@ def same_distillation(left: Path, right: Path) -> None:
     for name in names[0][2:]:
         assert len({(folder / name).read_bytes() for folder in folders}) == 1, name
     for stage in "ab":
-        same_run(*(folder / stage for folder in folders), "config.yaml")
+        same_run(*(folder / stage for folder in folders))
 
 
-def sweep_heads(deadly: int, deadly_to_training: int) -> int:
+def sweep_heads(deadly: int) -> int:
     """Sweep; what it trains may be killed."""
-    from visionattn.cli.exit_codes import run_tool
-
-    command = [sys.executable, "-m", "tests.kills", "--training", str(deadly_to_training)]
+    command = [sys.executable, "-m", "tests.kills", "--training", str(deadly)]
     return run_tool(lambda: sweep(SWEEP.split(), print, train=command))
 
 
@@ -164,67 +159,29 @@ def same_sweep(left: Path, right: Path) -> None:
     runs = [path.name for path in (left / "out" / "runs").iterdir() if path.is_dir()]
     assert len(runs) == 2
     for name in runs:
-        same_run(*(folder / "out" / "runs" / name for folder in (left, right)), "config.yaml")
+        same_run(*(folder / "out" / "runs" / name for folder in (left, right)))
 
 
-def extract(deadly: int, _: int) -> int:
-    return run("features", FEATURES.split())
-
-
-def extract_parts(deadly: int, _: int) -> int:
-    """Extract parts until all are merged, as a script does that is called again."""
-    commands = [f"{FEATURES} --shard {i}/3" for i in (3, 1, 2)] + ["--merge --output out"]
-    return max((run("features", command.split()) for command in commands), default=0)
-
-
-def same_features(left: Path, right: Path, files: int = 6) -> None:
-    found = [
-        {
-            str(path.relative_to(folder)): path.read_bytes()
-            for path in (folder / "out").rglob("*")
-            if path.is_file()
-        }
-        for folder in (left, right)
-    ]
+def same_files(left: Path, right: Path) -> None:
+    found = [written(folder / "out") for folder in (left, right)]
     assert found[0].keys() == found[1].keys(), (found[0].keys(), found[1].keys())
     assert [name for name in found[0] if found[0][name] != found[1][name]] == []
-    assert len(found[0]) == files
-
-
-def same_parts(left: Path, right: Path) -> None:
-    same_features(left, right, 10)
-
-
-def write_map(deadly: int, _: int) -> int:
-    return run("features", MAP.split())
+    assert len(found[0]) >= 6
 
 
 def same_map(left: Path, right: Path) -> None:
     assert (left / "map.npy").read_bytes() == (right / "map.npy").read_bytes()
-    left_over = [path.name for path in right.iterdir() if path.name.startswith(".")]
-    assert left_over == [], left_over
-
-
-def write_images(deadly: int, _: int) -> int:
-    return run("generate", WRITE.split())
-
-
-def same_images(left: Path, right: Path) -> None:
-    same_features(left, right, 7)
-    left_over = [path.name for path in right.iterdir() if path.name.startswith(".")]
-    assert left_over == [], left_over
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("training", train, same_training),
-        Kind("distillation", distil, same_distillation),
+        Kind("training", calling("train", TRAIN), same_training),
+        Kind("distillation", calling("distil", DISTILLATION), same_distillation),
         Kind("sweep", sweep_heads, same_sweep),
-        Kind("features", extract, same_features),
-        Kind("bands", write_map, same_map),
-        Kind("parts", extract_parts, same_parts),
-        Kind("images", write_images, same_images),
+        Kind("features", calling("features", FEATURES), same_files),
+        Kind("bands", calling("features", MAP), same_map),
+        Kind("images", calling("generate", WRITE), same_files),
     )
 }
 
@@ -258,7 +215,7 @@ class Command:
             sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
             torch.set_num_threads(1)
             points = Points(deadly)
-            code = kind.begin(deadly, deadly_to_training)
+            code = kind.begin(deadly_to_training)
             Path("points").write_text(str(points.seen))
             sys.stdout.flush()
             os._exit(code)
@@ -291,9 +248,9 @@ def again(kind: Kind, folder: Path) -> None:
 def check_end(kind: Kind, whole: Path, folder: Path) -> None:
     """Assert that a killed command came to the same end, and that nothing is left behind."""
     kind.same(whole, folder)
-    left = [path for path in folder.rglob("*") if is_unfinished(path)]
-    left += [path for name in ("run.lock", "features.lock") for path in folder.rglob(name)]
-    assert left == []
+    locks = ("run.lock", "features.lock")
+    assert not [path for path in folder.rglob("*") if is_unfinished(path) or path.name in locks]
+    assert not list(folder.glob(".*"))
     assert "Traceback" not in (folder / "log").read_text()
 
 

@@ -21,10 +21,12 @@ def fresh(code, *words, cwd=ROOT):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
 
 
-def test_importing_registers_the_models_and_waits_for_no_reader_of_images():
+def test_importing_registers_the_models_and_neither_handlers_nor_readers_of_images():
     code = (
-        "import sys\n"
-        "import visionattn\n"
+        "import signal, sys\n"
+        "before = signal.getsignal(signal.SIGINT)\n"
+        "import visionattn, visionattn.cli.interruption\n"
+        "assert signal.getsignal(signal.SIGINT) is before\n"
         "heavy = {'albumentations', 'pydantic', 'matplotlib', 'sklearn', 'tensorboard'}\n"
         "assert {'train', 'predict', 'load_model', 'ops'} <= set(dir(visionattn))\n"
         "assert not heavy & set(sys.modules)\n"
@@ -34,13 +36,6 @@ def test_importing_registers_the_models_and_waits_for_no_reader_of_images():
     )
     done = fresh(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_what_the_package_lacks_is_an_attribute_error():
-    import visionattn
-
-    with pytest.raises(AttributeError, match="'visionattn' has no attribute 'trian'"):
-        visionattn.trian  # noqa: B018
 
 
 def test_help_wrong_names_and_mistyped_options_are_answered_without_torch():
@@ -109,13 +104,6 @@ def test_the_page_about_python_runs_as_it_stands(tmp_path, started_quickly):
     assert done.returncode == 0, done.stderr
     assert re.search(r"^0\.\d{3} of the test images", done.stdout, re.MULTILINE)
     assert "torch.Size([6, 1, 8, 8]) ['image 0', 'image 0', 'image 1'," in done.stdout
-    printed = done.stdout.splitlines()
-    start = printed.index("torch.Size([3, 192])")
-    *maps, evidence, patches, place, top = printed[start + 1 : start + 9]
-    assert maps == ["3 torch.Size([192, 14, 14])", *["torch.Size([192, 4, 5])"] * 3]
-    assert float(evidence.split()[1]) > 0 and patches.startswith("torch.Size([8, 8]) (")
-    assert place == "row 2, column 7 torch.Size([8, 8]) torch.Size([8, 8])"
-    assert top.startswith("row ")
-    sizes = ["[2, 10])", "[1, 10]) 32", "[2, 21, 48])", "[2, 6, 21, 16])"]
-    assert printed[start + 9 : start + 13] == [f"torch.Size({size}" for size in sizes]
-    assert printed[-1] == "['flowers/0.png']"
+    for size in ("[3, 192])", "[192, 4, 5])", "[2, 10])", "[1, 10]) 32", "[2, 6, 21, 16])"):
+        assert f"torch.Size({size}\n" in done.stdout, size
+    assert done.stdout.endswith("['flowers/0.png']\n")

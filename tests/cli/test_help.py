@@ -1,15 +1,13 @@
-"""``--help`` of every command ends with an example, and the example works as it is pasted."""
+"""``--help`` of every command ends with an example, and the options of the example are right."""
 
 import contextlib
-import importlib.util
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.tools import load_tool
 from visionattn.cli.parsing import field_types
 from visionattn.command import SUBCOMMANDS, main
 from visionattn.inference.feature_options import ExtractOptions
@@ -18,10 +16,6 @@ from visionattn.training.config import TrainConfig, ValidateConfig
 
 ROOT = Path(__file__).parents[2]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
-WRITER = f"""{sys.executable} -m visionattn train --data.name digits --data.task generate \\
-    --data.workers 0 --model.name pixel_decoder --epochs 1 --optim.warmup_epochs 0.5 \\
-    --model.args '{{embed_dim: 8, depth: 1, num_heads: 1}}' --run digits_generate"""
-"""A training of seconds that stands in for the run which ``generate --help`` names."""
 
 
 def example_of(name, folder, capsys):
@@ -46,63 +40,19 @@ def test_help_ends_with_a_command_whose_options_are_right(name, tmp_path, monkey
     assert end.value.code == 0 and ": " in capsys.readouterr().out
 
 
-def paste(command, folder):
-    """Run a line as a shell does, with one thread."""
-    packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = dict(PYTHONPATH=packages, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-    given = dict(cwd=folder, env=os.environ | env, timeout=600)
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, **given)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with the images that examples name, and with nothing else of the repository: the
-    package alone has the configurations.
-    """
-    place = tmp_path_factory.mktemp("pasted")
-    (place / "docs").symlink_to(ROOT / "docs")
-    (place / "images").mkdir()
-    (place / "images" / "figures").symlink_to(ROOT / "docs" / "figures")
-    return place
-
-
-def train_as_pasted(folder, capsys):
-    """Run the example of ``train``; its run stands in for the run that other examples name."""
-    run = folder / "checkpoints" / "digits"
-    if not run.exists():
-        assert paste(example_of("train", folder, capsys), folder).strip()
-        (folder / "checkpoints" / "try").rename(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_the_example_of_every_help_works_as_pasted(name, folder, started_quickly, capsys):
-    if name == "generate":
-        paste(WRITER, folder)
-    example = example_of(name, folder, capsys)
-    if name == "train" or "checkpoints/digits" in example:
-        train_as_pasted(folder, capsys)
-    if name != "train":
-        assert paste(example, folder).strip()
-
-
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
 def test_the_help_of_a_tool_has_its_file_for_a_name_and_is_else_that_of_its_command(
     tool, monkeypatch, capsys
 ):
     monkeypatch.setattr(sys, "argv", [str(tool), "--help"])
-    spec = importlib.util.spec_from_file_location(f"help_of_{tool.stem}", tool)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    main_of_tool = load_tool(tool.stem)
     with pytest.raises(SystemExit) as end:
-        module.main()
+        main_of_tool()
     of_tool = capsys.readouterr().out
     assert end.value.code == 0 and of_tool.startswith(f"usage: {tool.name} ")
     monkeypatch.setattr(sys, "argv", ["visionattn"])
     with pytest.raises(SystemExit):
-        main([*module.main.args, "--help"])
+        main([*main_of_tool.args, "--help"])
     of_command = capsys.readouterr().out
     behind = [text.partition("options")[2] for text in (of_tool, of_command)]
     options = [text.partition("example:")[0] for text in behind]
@@ -122,12 +72,6 @@ def test_the_help_of_train_begins_with_the_ten_most_used_options(capsys):
 def test_every_command_has_a_tool():
     named = [text for tool in TOOLS for text in tool.read_text().splitlines() if "partial(" in text]
     assert sorted(text.split('"')[1] for text in named) == sorted(SUBCOMMANDS)
-
-
-def test_help_shows_a_default_list_as_it_is_typed(capsys):
-    with pytest.raises(SystemExit):
-        main(["benchmark", "models", "--help"])
-    assert "(default: 224 512)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, ValidateConfig, PredictOptions, ExtractOptions])

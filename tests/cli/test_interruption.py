@@ -81,19 +81,6 @@ def test_a_command_that_imports_its_libraries_ends_with_one_line(signum, words):
     assert (process.returncode, out, errors) == (130, b"", b"interrupted\n")
 
 
-def test_other_programs_that_import_the_package_keep_their_handlers(tmp_path):
-    (tmp_path / "visionattn_user.py").write_text(
-        "import signal\n"
-        "before = signal.getsignal(signal.SIGINT)\n"
-        "import visionattn.cli.interruption\n"
-        "print(signal.getsignal(signal.SIGINT) is before)\n"
-    )
-    command = [sys.executable, "-m", "visionattn_user"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
-
-
 def test_handlers_and_threads_are_those_of_before_once_a_tool_has_ended():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     threads = threading.active_count()

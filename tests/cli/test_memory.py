@@ -1,18 +1,22 @@
-"""How much memory there is, and what of a size fits."""
+"""How much memory there is, what of a size fits, and work in a process of its own."""
+
+import os
+import signal
+import subprocess
 
 import pytest
 import torch
 
-from visionattn.cli.exit_codes import DoesNotFit, OutOfMemory
+from visionattn.cli import fresh_process
+from visionattn.cli.exit_codes import DoesNotFit, Failed, OutOfMemory
+from visionattn.cli.fresh_process import ask
 from visionattn.cli.memory import (
     check_fits,
     free_of_groups,
     free_of_machine,
     largest_fit,
     memory_there_is,
-    sensible,
 )
-from visionattn.cli.tables import lasting, sized
 
 GIB = 2**30
 
@@ -29,40 +33,39 @@ def test_the_machine_gives_what_it_says_is_available(tmp_path):
     assert free_of_machine(tmp_path) == 33 * 1024
 
 
-def test_the_tightest_of_the_groups_around_a_process_counts_and_files_in_memory_can_go(tmp_path):
-    group = "sys/fs/cgroup/job.slice/step"
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/job.slice/step\n",
-            f"{group}/memory.max": "max\n",
-            f"{group}/memory.current": "5\n",
-            f"{group}/memory.stat": "anon 3\ninactive_file 1\n",
-            "sys/fs/cgroup/job.slice/memory.max": "1000\n",
-            "sys/fs/cgroup/job.slice/memory.current": "700\n",
-            "sys/fs/cgroup/job.slice/memory.stat": "anon 600\ninactive_file 40\nactive_file 7\n",
-        },
-    )
-    assert free_of_groups(tmp_path) == 1000 - 700 + 40
-    write(tmp_path, {f"{group}/memory.max": "31\n"})
-    assert free_of_groups(tmp_path) == 31 - 5 + 1
+STEP, JOB, OLD = "sys/fs/cgroup/job.slice/step", "sys/fs/cgroup/job.slice", "sys/fs/cgroup/memory"
+VERSION_2 = {
+    "proc/self/cgroup": "0::/job.slice/step\n",
+    f"{STEP}/memory.max": "max\n",
+    f"{STEP}/memory.current": "5\n",
+    f"{STEP}/memory.stat": "anon 3\ninactive_file 1\n",
+    f"{JOB}/memory.max": "1000\n",
+    f"{JOB}/memory.current": "700\n",
+    f"{JOB}/memory.stat": "anon 600\ninactive_file 40\nactive_file 7\n",
+}
+VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/\n7:memory:/docker/x\n",
+    f"{OLD}/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+    f"{OLD}/memory.usage_in_bytes": "9\n",
+    f"{OLD}/memory.stat": "total_inactive_file 2\n",
+}
 
 
-def test_groups_of_version_1_count_and_no_limit_is_none(tmp_path):
-    top = "sys/fs/cgroup/memory"
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:cpu,cpuacct:/\n7:memory:/docker/x\n",
-            f"{top}/memory.limit_in_bytes": f"{2**63 - 4096}\n",
-            f"{top}/memory.usage_in_bytes": "9\n",
-            f"{top}/memory.stat": "total_inactive_file 2\n",
-        },
-    )
-    assert free_of_groups(tmp_path) is None
-    write(tmp_path, {f"{top}/memory.limit_in_bytes": "100\n"})
-    assert free_of_groups(tmp_path) == 93
-    assert free_of_groups(tmp_path / "nothing") is None
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        (VERSION_2, 1000 - 700 + 40),
+        (VERSION_2 | {f"{STEP}/memory.max": "31\n"}, 31 - 5 + 1),
+        (VERSION_1, None),
+        (VERSION_1 | {f"{OLD}/memory.limit_in_bytes": "100\n"}, 100 - 9 + 2),
+        ({}, None),
+    ],
+)
+def test_the_tightest_group_around_a_process_counts_and_files_in_memory_can_go(
+    tmp_path, files, free
+):
+    write(tmp_path, files)
+    assert free_of_groups(tmp_path) == free
 
 
 def test_the_machine_is_shared_and_what_the_process_has_is_its_own(monkeypatch):
@@ -94,26 +97,6 @@ def test_the_search_asks_for_no_number_twice():
         assert found == limit and len(asked) == len(set(asked)) <= 20
 
 
-def test_numbers_are_written_for_people():
-    assert [sensible(n) for n in (1, 2, 3, 7, 8, 15, 16, 100)] == [1, 2, 2, 4, 8, 8, 16, 96]
-    assert [sized(n * 2**20) for n in (0.4, 999, 1000, 300 * 1024)] == [
-        "0 MiB",
-        "999 MiB",
-        "1.0 GiB",
-        "300 GiB",
-    ]
-    assert [lasting(s) for s in (0.0123, 0.42, 1.26, 9.6, 59, 60, 500, 7260)] == [
-        "0.012 s",
-        "0.42 s",
-        "1.3 s",
-        "10 s",
-        "59 s",
-        "1 min",
-        "8 min 20 s",
-        "2 h 1 min",
-    ]
-
-
 def test_of_a_gpu_what_is_free_and_what_this_process_keeps_of_it_count(monkeypatch):
     from visionattn.cli import memory
 
@@ -126,3 +109,55 @@ def test_of_a_gpu_what_is_free_and_what_this_process_keeps_of_it_count(monkeypat
     gpu = torch.device("cuda", 0)
     assert memory_there_is(gpu) == memory_there_is(gpu, 4) == 340
     assert memory.taken_bytes(gpu) == 7
+
+
+def whoami(words):
+    print("a line that is no answer")
+    return [os.getpid(), os.getppid(), os.environ.get("MALLOC_MMAP_THRESHOLD_"), words]
+
+
+def run_out(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {"full": MemoryError(), "wrong": RuntimeError("shapes disagree")}[how]
+
+
+def test_a_process_of_its_own_is_another_one_each_time(started_quickly):
+    first, second = (ask(whoami, {"words": "böse"}, "who") for _ in range(2))
+    assert first[0] != second[0] and os.getpid() not in (first[0], second[0])
+    assert first[2:] == ["65536", "böse"]
+
+
+def test_the_end_of_the_process_is_an_error_here(started_quickly):
+    with pytest.raises(torch.OutOfMemoryError, match="^77 px does not fit into memory$"):
+        ask(run_out, {"how": "full"}, "77 px")
+    with pytest.raises(Failed, match="^RuntimeError: shapes disagree$"):
+        ask(run_out, {"how": "wrong"}, "77 px")
+    with pytest.raises(Failed, match="^killed by signal 9$"):
+        ask(run_out, {"how": "kill"}, "77 px")
+
+
+def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkeypatch):
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: killed)
+    kills = iter([5, 5, 5, 6])
+    monkeypatch.setattr(fresh_process, "memory_kills", lambda: next(kills))
+    with pytest.raises(Failed, match="killed by signal 9"):
+        ask(whoami, {"words": 1}, "77 px")
+    with pytest.raises(torch.OutOfMemoryError, match="77 px does not fit"):
+        ask(whoami, {"words": 1}, "77 px")
+
+
+def test_kills_for_want_of_memory_are_those_of_the_control_group_or_of_the_system(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fresh_process, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert fresh_process.memory_kills() == 0
+    group = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
+    for folder in (tmp_path / "proc" / "self", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 77\noom_kill 4\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/c\n0::/a/b\n")
+    assert fresh_process.memory_kills() == 4
+    (group / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
+    assert fresh_process.memory_kills() == 2

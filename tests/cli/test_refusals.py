@@ -1,79 +1,76 @@
 """What every tool refuses in one line before it does anything: devices that compute nothing, empty
-values, folders of images that are not there; and how long such a line may be.
+values, absurd sizes; and how long such a line may be.
 """
 
 import os
+import shlex
 import sys
 
 import pytest
 
-from tests.helpers import inference_files
 from tests.helpers.inference_files import write_image, write_weights
 from tests.helpers.tools import assert_one_error
 from visionattn.cli.exit_codes import LONGEST, bounded, in_one_line, run_tool
 from visionattn.command import main
 
-SMALL = "--model.args.patch_size 8 --model.args.depth 1 --data.img_size 16 --data.workers 0"
-SMALL += " --epochs 1 --optim.warmup_epochs 0.5"
+IMAGES = "--checkpoint best.safetensors --images images --workers 0 --img_size native"
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with weights and an image, as the current folder."""
+    """A folder with weights, an image and a folder of two weights, as the current folder."""
     monkeypatch.chdir(tmp_path)
     write_weights(tmp_path / "best.safetensors")
     write_image(tmp_path / "images" / "a.png", 16, 24, 7)
+    (tmp_path / "run").mkdir()
+    for name in ("a", "best"):
+        (tmp_path / "run" / f"{name}.safetensors").touch()
     return tmp_path
 
 
-def inferring(*more: str, output: str = "out") -> list[str]:
-    return inference_files.flags("--img_size", "native", *more, output=output)
-
-
-COMPUTES = {
-    "train": f"train {SMALL} --run small --device meta",
-    "sweep": "sweep --base digits --heads 2 --set device=meta --output sweep",
-    "profile": "profile --models scaleformer_vit_t --img-size 32 --depth 1 --device meta",
-    "benchmark": "benchmark operations sdpa --tokens 16 --no-memory --device meta",
-    "validate": "validate --checkpoint best.safetensors --data.name digits --device meta",
+COMPUTE_NOTHING = dict.fromkeys(
+    [
+        "train --model.args.patch_size 8 --model.args.depth 1 --data.img_size 16 --data.workers 0 "
+        "--epochs 1 --optim.warmup_epochs 0.5 --run small --device meta",
+        "sweep --base digits --heads 2 --set device=meta --output sweep",
+        "profile --models scaleformer_vit_t --img-size 32 --depth 1 --device meta",
+        "benchmark operations sdpa --tokens 16 --no-memory --device meta",
+        "validate --checkpoint best.safetensors --data.name digits --device meta",
+        f"features {IMAGES} --device meta --output out",
+        f"predict {IMAGES} --device meta --output out.csv",
+    ],
+    "device 'meta' cannot compute",
+)
+FOLDERS = dict.fromkeys(
+    [
+        "train --config digits --init-from run",
+        "validate --checkpoint run",
+        "predict --checkpoint run --images images",
+        "features --checkpoint run --images images --output out",
+        "look run images/a.png --output out",
+        "generate run --output out.png",
+        "share run --to out",
+        "export run --output out.onnx",
+        "convert run --output out.safetensors",
+        "distil --teacher run --data.name digits",
+    ],
+    "at run: it is a folder; pass the weights in it, run/best.safetensors",
+)
+TRAINING = {
+    "train --optim.learning_rate 1": "unknown option --optim.learning_rate; did you mean --opti",
+    "train --optim.lr fast": "optim.lr must be a number, got fast",
+    "train --config nowhere.yaml": "no configuration file at nowhere.yaml",
+    "train --data.name folder": "root",
+    "train --data.name folder --data.root nowhere": "nowhere",
+    "train --data.name cifar10 --data.root nowhere": "nowhere",
+    "train --model.name scaleformer_vit_q": "timm model, got 'scaleformer_vit_q'; did you mean",
+    "train --model.args.pretrained true": "pretrained",
+    "train --model.args.patch_size 8 --data.img_size 30": "8-pixel patches; the nearest that fit",
+    "train --init-from nowhere.pt": "no checkpoint at nowhere.pt",
+    "train --resume": "nothing to resume",
+    "train --resume --overwrite": "pass only one",
+    "train --device cuda:99": "device 'cuda:99' is not available",
 }
-
-
-def test_a_device_that_computes_nothing_is_refused_by_every_tool(folder, capsys):
-    before = sorted(os.listdir(folder))
-    lines = {tool: line.split() for tool, line in COMPUTES.items()}
-    for tool in ("features", "predict"):
-        lines[tool] = [tool, *inferring("--device", "meta", output=f"out.{tool}.csv")]
-    for tool, words in lines.items():
-        assert main(words) == 2, tool
-        assert_one_error(capsys, "device 'meta' cannot compute")
-        assert sorted(os.listdir(folder)) == before, tool
-
-
-READS_WEIGHTS = [
-    "train --config digits --init-from run",
-    "validate --checkpoint run",
-    "predict --checkpoint run --images images",
-    "features --checkpoint run --images images --output out",
-    "look run images/a.png --output out",
-    "generate run --output out.png",
-    "share run --to out",
-    "export run --output out.onnx",
-    "convert run --output out.safetensors",
-    "distil --teacher run --data.name digits",
-]
-
-
-def test_of_a_folder_in_place_of_weights_those_in_it_are_named(folder, capsys):
-    (folder / "run").mkdir()
-    for name in ("a", "best"):
-        (folder / "run" / f"{name}.safetensors").touch()
-    for command in READS_WEIGHTS:
-        assert main(command.split()) == 2, command
-        part = "at run: it is a folder; pass the weights in it, run/best.safetensors"
-        assert_one_error(capsys, part)
-
-
 EMPTY = {
     "train --init-from=": "init_from is empty; pass a value, or remove it",
     "train --data.root=": "data.root is empty",
@@ -84,55 +81,9 @@ EMPTY = {
     "report images --title=": "title is empty",
     "benchmark operations sdpa --csv=": "csv is empty",
     "sweep --base digits --heads 2 --set init_from=": "init_from is empty",
+    # timm's global_pool="" pools nothing
+    "train --model.args.global_pool '' --epochs 0 --run a": "epochs must be above 0",
 }
-
-
-def test_an_empty_value_is_refused_and_does_not_count_as_left_out(folder, capsys):
-    before = sorted(os.listdir(folder))
-    for line, part in EMPTY.items():
-        assert main(line.split()) == 2, line
-        assert_one_error(capsys, part)
-        assert sorted(os.listdir(folder)) == before, line
-
-
-def test_texts_within_arguments_of_models_may_be_empty(folder, capsys):
-    """timm's ``global_pool=""`` pools nothing."""
-    assert main(["train", "--model.args.global_pool", "", "--epochs", "0", "--run", "a"]) == 2
-    assert_one_error(capsys, "epochs must be above 0")
-
-
-def test_images_that_are_not_there_are_said_before_anything_about_where_results_would_go(
-    folder, capsys
-):
-    (folder / "checkpoints" / "small").mkdir(parents=True)
-    for name in ("checkpoints/small/mine", "out.csv", "out.yaml", "out.png", "full/mine"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("mine")
-    (folder / "base.yaml").write_text("data: {name: folder, root: nowhere}\n")
-    missing = "--data.name folder --data.root nowhere"
-    lines = {
-        f"train {SMALL} {missing} --run small": "data root nowhere does not exist",
-        f"train {SMALL} {missing} --show-batch out.png": "data root nowhere does not exist",
-        "stats --data.root nowhere --output out.yaml": "data root nowhere does not exist",
-        "sweep --base base.yaml --heads 2 --output full": "data root nowhere does not exist",
-        "predict --checkpoint best.safetensors --images nowhere --output out.csv": "at nowhere",
-        "features --checkpoint best.safetensors --images nowhere --output full": "at nowhere",
-    }
-    for line, part in lines.items():
-        assert main(line.split()) == 2, line
-        assert_one_error(capsys, part)
-
-
-def test_lines_are_bounded_and_keep_both_ends():
-    path = "/a/long/path" * 12
-    assert bounded(f"no file at {path}; name another") == f"no file at {path}; name another"
-    value = "x" * 5000
-    line = in_one_line(ValueError(f"lr must be a number, got {value}; remove it"))
-    assert line.startswith("lr must be a number, got xxx") and line.endswith("xxx; remove it")
-    assert "xxx ... xxx" in line and len(line) <= LONGEST
-    assert len(in_one_line(FileNotFoundError(2, "No such file or directory", value))) <= LONGEST
-
-
 ABSURD = {
     "benchmark operations taylorshift sdpa --tokens 1000000000000": "its inputs need",
     "benchmark operations taylorshift --tokens 64 999999999999999999": "its inputs need",
@@ -149,10 +100,23 @@ ABSURD = {
 }
 
 
-def test_absurd_sizes_are_one_line_before_anything_of_them_is_made(capsys):
-    for line, part in ABSURD.items():
-        assert main(line.split()) == 2, line
+@pytest.mark.parametrize("refused", [COMPUTE_NOTHING, FOLDERS, TRAINING, EMPTY, ABSURD])
+def test_what_no_tool_does_is_one_line_before_anything_is_made(folder, capsys, refused):
+    before = sorted(os.listdir(folder))
+    for line, part in refused.items():
+        assert main(shlex.split(line)) == 2, line
         assert_one_error(capsys, part)
+        assert sorted(os.listdir(folder)) == before, line
+
+
+def test_lines_are_bounded_and_keep_both_ends():
+    path = "/a/long/path" * 12
+    assert bounded(f"no file at {path}; name another") == f"no file at {path}; name another"
+    value = "x" * 5000
+    line = in_one_line(ValueError(f"lr must be a number, got {value}; remove it"))
+    assert line.startswith("lr must be a number, got xxx") and line.endswith("xxx; remove it")
+    assert "xxx ... xxx" in line and len(line) <= LONGEST
+    assert len(in_one_line(FileNotFoundError(2, "No such file or directory", value))) <= LONGEST
 
 
 def test_a_reader_that_ends_ends_the_command_without_an_error(monkeypatch, capfd):

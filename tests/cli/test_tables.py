@@ -1,58 +1,14 @@
-"""Tables: what rows say to people and to programs."""
+"""Tables: what rows say to people and to programs, and of which processor a number is."""
 
 import csv
+from pathlib import Path
 
+import pytest
 import torch
 
-from visionattn.cli.provenance import provenance_of
-from visionattn.cli.tables import (
-    csv_text,
-    duration,
-    markdown,
-    read_rows,
-    write_rows,
-)
-from visionattn.lab.case_comparison import COLUMNS, CaseResult, cells_of, record_of
-from visionattn.lab.cases import Case
-
-
-def test_rows_as_cells_values_and_csv_say_the_same():
-    ready = CaseResult(Case("operation", "sdpa", 77, 8, heads=3), samples=[0.001, 0.002, 0.004])
-    ready.ratios, ready.baseline = [0.5, 0.75, 1.0], "eager"
-    ready.peak_bytes, ready.flops = 3 << 20, 1_500_000
-    full = CaseResult(Case("model", "scaleformer_vit_t", 64), status="out of memory")
-    records, provenance = [record_of(ready), record_of(full)], {"device": "cpu", "commit": None}
-    shown, empty = (
-        dict(zip(COLUMNS, cells_of(record, COLUMNS), strict=True)) for record in records
-    )
-    assert [shown[name] for name in ("time", "from", "ratio")] == ["2 ms", "1.5 ms", "0.75"]
-    assert [shown[name] for name in ("peak", "operations")] == ["3 MiB", "0.0015 GFLOP"]
-    assert (empty["status"], empty["time"], empty["heads"]) == ("out of memory", None, None)
-    read = list(csv.DictReader(csv_text(records, provenance).splitlines()))
-    assert [line["status"] for line in read] == ["ok", "out of memory"]
-    assert read[1]["seconds_median"] == "" and float(read[0]["seconds_high"]) == 0.003
-    assert read[0]["device"] == read[1]["device"] == "cpu"
-
-
-def test_durations_have_a_unit_that_suits_them():
-    assert [duration(s) for s in (2.5, 0.0025, 0.00025)] == ["2.5 s", "2.5 ms", "250 us"]
-
-
-def test_columns_without_values_are_left_out():
-    assert markdown([{"a": 1, "b": None, "c": 0}, {"a": 2, "b": None, "c": None}]).splitlines() == [
-        "| a | c |",
-        "|---|---|",
-        "| 1 | 0 |",
-        "| 2 |  |",
-    ]
-
-
-def test_provenance_says_what_a_number_depends_on():
-    found = provenance_of("cpu", ["benchmark", "operations", "sdpa", "--csv", "my file"])
-    assert found["command"] == "visionattn benchmark operations sdpa --csv 'my file'"
-    assert found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
-    assert {"device", "processor", "commit", "date", "load"} <= set(found)
-
+from visionattn.cli import provenance as module
+from visionattn.cli.provenance import processor, processor_name, provenance, provenance_of, summary
+from visionattn.cli.tables import csv_text, read_rows, write_rows
 
 RISKY = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "＝1", "'=1", "''-1", "-", "="]
 HARMLESS = ["", "a=1", "'", "'quoted'", "''", " =1", "1-2", "cats/-1.png", "²"]
@@ -79,3 +35,43 @@ def test_no_text_of_a_table_begins_as_a_formula_and_programs_read_all_back(tmp_p
 def test_the_tables_of_all_tools_have_no_formulas():
     written = csv_text([{"case": "=1+1", "seconds": -0.5}], {"command": "visionattn benchmark"})
     assert written == "case,seconds,command\n'=1+1,-0.5,visionattn benchmark\n"
+
+
+CPUINFO = (
+    "processor\t: 0\nvendor_id\t: X\nmodel name\t: Xeon: 6 @ 2 GHz\nflags\t: a\n\nmodel "
+    "name\t: another\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "known", "wanted"),
+    [
+        (CPUINFO, "ignored", "Xeon: 6 @ 2 GHz"),
+        ("processor : 0\nCPU part : 0xd4f\n", "", "aarch64"),
+        ("model name :\n", "arm", "arm"),
+        (None, "i386 Family 6", "i386 Family 6"),
+        (None, "", "aarch64"),
+    ],
+)
+def test_the_processor_is_called_as_linux_calls_it_and_elsewhere_as_python_does(
+    tmp_path, monkeypatch, content, known, wanted
+):
+    if content is not None:
+        (tmp_path / "cpuinfo").write_text(content)
+    monkeypatch.setattr(module, "Path", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr(module.platform, "processor", lambda: known)
+    monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
+    assert processor_name() == wanted
+
+
+def test_every_kind_of_provenance_names_the_processor(monkeypatch):
+    monkeypatch.setattr(module, "processor_name", lambda: "Abacus 7")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for has, units in ((True, " with AVX512-BF16"), (False, "")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
+        assert processor().startswith(f"Abacus 7{units}, ")
+    assert provenance(torch.device("cpu"))["processor"].startswith("Abacus 7, ")
+    found = provenance_of("cpu", ["benchmark", "targets"])
+    assert summary(found).startswith("Abacus 7, ")
+    assert "; cpu, 1 thread; load average " in summary(found | {"device": "cpu, 1 threads"})
+    assert "Abacus 7, " in csv_text([{"seconds": 1}], found).splitlines()[1]

@@ -63,12 +63,6 @@ def test_crop_flip_crops_and_mirrors_half_of_the_images_and_changes_no_color():
     assert 0.39 < shares.min() < 0.41 and 0.95 < shares.max() <= 1
 
 
-def test_none_changes_nothing():
-    augment = Augment("none")
-    np.testing.assert_array_equal(augment(picture(), (1,)), picture())
-    assert not augment.crops and augment.box(37, 53, (16, 16), (1,)) == (0, 0, 37, 53)
-
-
 def test_aerial_draws_each_symmetry_of_a_square_equally_often():
     """A corner lighter than the three others tells the symmetry, whatever the color."""
     image = np.zeros((8, 8, 3), np.uint8)
@@ -108,9 +102,8 @@ def test_a_first_random_crop_of_a_file_is_taken_before_resizing(tmp_path):
     top, left, rows, columns = boxes(augment, height, width, canvas).T
     shares = rows * columns / (height * width)
     assert 0.2 <= shares.min() < 0.21 and 0.49 < shares.max() <= 0.501
-    assert abs(shares.mean() - 0.35) < 0.01
     ratios = np.log2((columns / rows) / (canvas[1] / canvas[0]))
-    assert -1.01 < ratios.min() < -0.95 and 0.95 < ratios.max() < 1.01 and abs(ratios.mean()) < 0.05
+    assert -1.01 < ratios.min() < -0.95 and 0.95 < ratios.max() < 1.01
     assert top.min() >= 0 and (top + rows).max() <= height and (top + rows).max() > 0.99 * height
     assert left.min() >= 0 and (left + columns).max() <= width
     np.testing.assert_array_equal(augment(picture(), (1,)), picture()[:, ::-1])
@@ -118,27 +111,26 @@ def test_a_first_random_crop_of_a_file_is_taken_before_resizing(tmp_path):
     square = A.RandomResizedCrop((9, 9), scale=(0.9, 0.9), ratio=(1.0, 1.0))
     augment = Augment(saved(tmp_path, square))
     assert set(map(tuple, boxes(augment, 50, 501, (32, 32), 5))) == {(0, 225, 50, 50)}
-    assert set(map(tuple, boxes(augment, 501, 50, (32, 64), 5))) == {(238, 0, 25, 50)}
-    assert (
-        boxes(Augment("three", smallest_crop=0.9), 100, 100, (9, 9), 50)[:, 2:].prod(1).min() > 8e3
-    )
 
 
-def test_a_file_moves_masks_along_and_depends_on_nothing_but_the_key(tmp_path):
-    steps = [A.Affine(rotate=(-40, 40), fill_mask=IGNORED, p=1), A.RandomBrightnessContrast(p=0.5)]
-    path = saved(tmp_path, A.OneOf([A.Sequential(steps, p=1), A.VerticalFlip(p=0.2)], p=1))
+@pytest.mark.parametrize("name", ["rand", "documents", "aerial", "file"])
+def test_masks_move_as_their_images_do(tmp_path, name):
+    """The class of a pixel is whether it is light; what stays light or dark tells it again."""
+    if name == "file":
+        steps = [A.Affine(rotate=(-40, 40), fill_mask=IGNORED, p=1), A.RandomGamma(p=0.5)]
+        name = saved(tmp_path, A.OneOf([A.Sequential(steps, p=1), A.VerticalFlip(p=0.2)], p=1))
     mask = np.zeros((64, 64), np.uint8)
-    mask[8:40, 12:30] = 1
-    image = np.where(mask, 250, 60).astype(np.uint8)[..., None].repeat(3, 2)
-    augment, kinds = Augment(path), set()
-    for key in [(1, number) for number in range(12)]:
-        pixels, label = augment.both(image, mask, key)
-        for one, other in zip((pixels, label), Augment(path).both(image, mask, key), strict=True):
-            np.testing.assert_array_equal(one, other)
-        wanted = (pixels[..., 0] > 150) == (label == 1)
-        assert wanted[label != IGNORED].mean() > 0.97
-        kinds.add(pixels.tobytes())
-    assert len(kinds) > 6
+    mask[8:40, 12:30], mask[50:60, 30:60] = 1, 1
+    image = np.where(mask, 250, 5).astype(np.uint8)[..., None].repeat(3, 2)
+    agree, moved = [], 0
+    for number in range(12):
+        pixels, label = Augment(name).both(image, mask, (0, number))
+        np.testing.assert_array_equal(pixels, Augment(name)(image, (0, number)))
+        same = ((pixels[..., 0] > 127) == (label == 1))[label != IGNORED].mean()
+        agree.append(max(same, 1 - same) if name == "rand" else same)
+        moved += not np.array_equal(label, mask)
+    assert moved >= 6 and np.median(agree) > 0.95
+    assert min(agree) > (0.5 if name == "rand" else 0.9)
 
 
 WRONG = {
@@ -148,17 +140,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_other_files_are_refused_in_one_line(tmp_path, text):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError) as caught:
-        Augment(str(path))
-    said = str(caught.value)
-    assert str(path) in said and WRONG[text] in said and "\n" not in said
-
-
-def test_a_pipeline_for_other_bands_or_sizes_is_refused(tmp_path):
+def test_other_files_and_pipelines_for_other_bands_or_sizes_are_refused_in_one_line(tmp_path):
+    for text, said in WRONG.items():
+        (tmp_path / "wrong.yaml").write_text(text)
+        with pytest.raises(ValueError, match=said) as caught:
+            Augment(str(tmp_path / "wrong.yaml"))
+        assert "wrong.yaml" in str(caught.value) and "\n" not in str(caught.value)
     path = saved(tmp_path, A.CLAHE(p=1))
     with pytest.raises(ValueError, match="pipeline for 5 bands"):
         Augment(path, bands=5)

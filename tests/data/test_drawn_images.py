@@ -13,9 +13,7 @@ from visionattn.data.data_config import DataConfig
 from visionattn.data.digits_and_canvas import (
     CanvasArgs,
     CanvasDataset,
-    Digits,
     digit_splits,
-    draw_canvas,
 )
 from visionattn.data.documents import (
     DocumentsDataset,
@@ -27,11 +25,8 @@ from visionattn.data.splits import SampleKey, build_splits, train_batches
 from visionattn.data.synthetic_images import (
     CopyingDataset,
     draw_sequence,
-    paint,
     patch_labels,
 )
-
-SHAPES = [(40, 40), (103, 512), (300, 97)]
 
 
 def key_of(index, epoch, height, width):
@@ -43,7 +38,7 @@ def generator(seed):
 
 
 def test_a_page_with_and_without_its_mark_differ_only_in_the_box_of_the_mark():
-    for seed, (height, width) in product(range(8), SHAPES):
+    for seed, (height, width) in product(range(8), [(40, 40), (103, 512), (300, 97)]):
         without = draw_page(generator(seed), height, width, None)
         page = draw_page(generator(seed), height, width, seed % 4)
         assert page.image.shape == (height, width, 1) and page.image.dtype == np.uint8
@@ -58,23 +53,7 @@ def test_a_page_with_and_without_its_mark_differ_only_in_the_box_of_the_mark():
             assert first + size - 3 <= places[-1] <= first + size - 1
 
 
-def test_splits_share_no_page_and_every_seed_has_the_same_test_pages():
-    def pages(split, seed):
-        data = DocumentsDataset(split, 8, seed)
-        return [data.draw(key_of(index, 0, 100, 100)).image.tobytes() for index in range(8)]
-
-    assert pages("test", 5) == pages("test", 6)
-    seeds = (5, 6, synthetic_images.TEST_SEED)
-    drawn = [
-        page for split in ("train", "validation") for seed in seeds for page in pages(split, seed)
-    ]
-    drawn += pages("test", 5)
-    assert len(set(drawn)) == len(drawn) == 7 * 8
-
-
-@pytest.mark.parametrize(
-    ("fit", "size_px"), [("native", 192), ("pad", 64), ("stretch", 64), ("crop", 64)]
-)
+@pytest.mark.parametrize(("fit", "size_px"), [("native", 192), ("pad", 64)])
 def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would_be(fit, size_px):
     data = DocumentsDataset("train", 20, seed=5)
     geometry = Geometry(fit, (size_px, size_px), None, (16, 16))
@@ -87,8 +66,6 @@ def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would
         if fit == "native":
             height, width = page.image.shape[:2]
             np.testing.assert_array_equal(item.pixels[:height, :width], page.image)
-            assert (item.pixels[height:] == item.pixels[height - 1]).all()
-            assert (item.pixels[:, width:] == item.pixels[:, width - 1 : width]).all()
 
 
 def test_pages_are_those_that_were_drawn_before():
@@ -104,9 +81,6 @@ def test_pages_are_those_that_were_drawn_before():
         piece = PagePieces("train", 40, 3)[SampleKey(index, 1, Geometry("crop", (32, 24)))]
         found.append(zlib.crc32(page.image.tobytes() + piece.pixels.tobytes()))
     assert found == [3625883580, 3650784675, 1095769232, 864543810, 2812777546]
-
-
-SIZES = [(96, 96), (128, 128), (104, 176), (384, 384)]
 
 
 @pytest.fixture(scope="module")
@@ -128,19 +102,6 @@ def test_the_whole_digit_lies_inside_the_canvas_and_nothing_overlaps_it(height, 
         assert (inside > 1).sum() == (canvas.mask > 1).sum()
 
 
-def test_a_digit_keeps_its_class_and_its_pixels_at_every_size_of_the_canvas(held_out):
-    for index in range(50):
-        canvases = [held_out.draw(key_of(index, 0, *size)) for size in SIZES]
-        assert len({canvas.label for canvas in canvases}) == 1
-        cuts = []
-        for canvas in canvases:
-            top, left, height, width = canvas.box
-            cuts.append(canvas.image[top : top + height, left : left + width, 0].astype(float))
-        # the noise, uniform over 0.15 * 255 gray levels, is all that differs
-        for cut in cuts[1:]:
-            assert 11 < (cut - cuts[0]).std() < 19
-
-
 def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_digits_in_turn(
     held_out,
 ):
@@ -148,9 +109,10 @@ def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_
     assert not np.array_equal(
         train[SampleKey(3, 0, square(96))][0], train[SampleKey(3, 1, square(96))][0]
     )
-    labels = [held_out[SampleKey(index, 0, square(96))][1] for index in range(400)]
-    test_labels = held_out.digits.labels
-    assert labels == [*test_labels, *test_labels[: 400 - len(test_labels)]]
+    known = held_out.digits.labels
+    for px in (96, 128):
+        labels = [held_out[SampleKey(index, 0, square(px))][1] for index in range(400)]
+        assert labels == [*known, *known[: 400 - len(known)]]
 
 
 def test_canvases_are_those_that_were_drawn_before():
@@ -169,16 +131,10 @@ def test_canvases_are_those_that_were_drawn_before():
 TASK = {"name": "copy", "task": "generate", "workers": 0}
 
 
-def item(split="train", index=0, epoch=0, seed=3, length=41):
-    geometry = Geometry("crop", (1, length))
-    return CopyingDataset(split, 100, seed)[SampleKey(index, epoch, geometry)]
-
-
 def words(values):
     """Read ``0 w 0 w 0 ...`` back from the separators: w, w again, and what follows."""
-    text = "".join(chr(ord("a") + value) for value in values.tolist())
-    before, first, second, *rest = text.split("a")
-    return before, first, second, "".join(rest)
+    before, first, second, *rest = bytes(values.tolist()).split(b"\0")
+    return before, first, second, b"".join(rest)
 
 
 @pytest.mark.parametrize("length", [4, 31])
@@ -189,7 +145,7 @@ def test_a_sequence_says_its_word_twice_and_the_second_one_counts(length):
         assert values.shape == counted.shape == (length,)
         assert values.dtype == counted.dtype == np.uint8 and values.max() <= 10
         before, first, second, rest = words(np.append(values, 0))
-        assert before == rest == "" and first == second != ""
+        assert before == rest == b"" and first == second != b""
         size = len(first)
         sizes.add(size)
         # The second word lies behind the first one and two separators.
@@ -198,25 +154,28 @@ def test_a_sequence_says_its_word_twice_and_the_second_one_counts(length):
     assert sizes == {size for size in range(length // 4, length) if 2 * size + 2 <= length}
 
 
-def test_seed_split_epoch_and_index_decide_a_sequence():
-    def told(**how):
-        found = item(**how)
-        return found.pixels.tobytes(), found.label.tobytes()
+@pytest.mark.parametrize(
+    ("kind", "size"), [(DocumentsDataset, (64, 64)), (CopyingDataset, (1, 41))]
+)
+def test_seed_split_epoch_and_index_decide_what_is_drawn_and_the_test_is_the_same_for_all(
+    kind, size
+):
+    def told(split="train", index=0, epoch=0, seed=3):
+        found = kind(split, 100, seed)[SampleKey(index, epoch, Geometry("crop", size))]
+        return found.pixels.tobytes(), np.asarray(found.label).tobytes()
 
-    assert told() == told()
-    changed = [{"index": 1}, {"epoch": 1}, {"seed": 4}, {"split": "validation"}, {"split": "test"}]
+    changed = [{"index": 1}, {"epoch": 1}, {"seed": 4}, {"seed": synthetic_images.TEST_SEED}]
+    changed += [{"split": "validation"}, {"split": "validation", "seed": 4}, {"split": "test"}]
     assert len({told(), *(told(**how) for how in changed)}) == 1 + len(changed)
-    # The test is the same for everyone.
-    assert told(split="test", seed=4) == told(split="test")
-    assert told(split="validation", seed=4) != told(split="validation")
+    assert told() == told() and told(split="test", seed=4) == told(split="test")
 
 
 def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
     config = DataConfig(**TASK, args={"train_images": 5, "eval_images": 3})
     splits = build_splits(config, seed=1)
     spec = splits.spec
-    assert (spec.in_chans, spec.num_classes, spec.img_size) == (1, 0, (1, 128))
-    assert (spec.task, spec.mean, spec.std) == ("generate", (), ())
+    assert (spec.task, spec.in_chans, spec.num_classes, spec.img_size) == (
+        "generate", 1, 0, (1, 128))  # fmt: skip
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [5, 3, 3]
     batches = train_batches(splits, config, batch_size=4, seed=1)
     found = list(batches.epoch(0))
@@ -225,32 +184,6 @@ def test_batches_have_one_row_of_levels_and_the_mask_of_those_that_count():
         assert batch.images.dtype == batch.labels.dtype == torch.uint8 and batch.sizes is None
         assert batch.labels.shape == (len(batch.images), 1, 128)
         assert (spec.prepare(batch.images) == batch.images).all()
-
-
-def test_the_ink_of_the_digit_is_where_the_picture_differs_from_one_with_an_empty_digit():
-    digits = digit_splits(0.1, 5)["validation"]
-    empty = Digits(np.zeros_like(digits.images), digits.labels)
-    task = CanvasArgs(distractors=0)
-    for seed, vary in enumerate((False, True) * 10):
-        options = dict(vary=vary, task=task, masked=True)
-        drawn, without = (
-            draw_canvas(each, seed, 61, 77, np.random.default_rng(seed), **options)
-            for each in (digits, empty)
-        )
-        added = drawn.image[:, :, 0].astype(int) - without.image[:, :, 0]
-        # A quarter of white, at contrasts from 0.5 to 0.7.
-        assert (drawn.mask[added > 46] == 2 + drawn.label).all() and (added > 46).sum() > 20
-        assert not drawn.mask[added < 31].any() and not without.mask.any()
-
-
-def test_a_part_covers_what_lies_below_it_and_its_faint_pixels_are_no_ink():
-    mask = np.full((3, 4), 1, np.uint8)
-    ink = np.array([[0, 64, 65, 255]], np.uint8)
-    paint(mask, 1, 0, ink, 7, None)
-    assert mask.tolist() == [[1] * 4, [1, 1, 7, 7], [1] * 4]
-    cover = np.array([[0, 127], [128, 255]], np.uint8)
-    paint(mask, 1, 1, np.array([[0, 0], [0, 70]], np.uint8), 5, cover)
-    assert mask.tolist() == [[1] * 4, [1, 1, 7, 7], [1, 0, 5, 1]]
 
 
 def test_a_patch_is_what_most_of_its_ink_is_where_a_sixteenth_is_inked():
@@ -262,9 +195,6 @@ def test_a_patch_is_what_most_of_its_ink_is_where_a_sixteenth_is_inked():
     mask[4, 6:8], mask[5, 6:8] = 3, 1
     labels = patch_labels(mask, (2, 3), 5)
     assert labels.tolist() == [[4, 0, 1], [2, 1, 0]] and labels.dtype == np.int64
-    exact = np.zeros((16, 32), np.uint8)  # 16 of 256 pixels, and 15
-    exact[2, :16], exact[2, 16:31] = 2, 2
-    assert patch_labels(exact, (1, 2), 3).tolist() == [[2, 0]]
     with pytest.raises(
         ValueError, match="expected whole patches in a grid of .*, got an image of 8 x 18 pixels"
     ):

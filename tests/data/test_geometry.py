@@ -7,7 +7,6 @@ import pytest
 import torch
 from PIL import Image
 
-from visionattn.command import main
 from visionattn.data.data_checks import resolved
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
@@ -157,31 +156,3 @@ def test_padding_is_empty_and_told(tmp_path):
     for image, (height, width) in zip(batch.images, batch.sizes.tolist(), strict=True):
         assert (image[:, :height, :width] > 0).all()
         assert not image[:, height:].any() and not image[:, :, width:].any()
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (
-            ["--data.img_size", "15"],
-            "expected img_size at least a patch of 16 x 16 pixels, got 15 x 15",
-        ),
-        (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
-        (["--model.name", "vit_tiny_patch16_224"], "the model accepts only 224 x 224"),
-        (["--data.root", "floats"], "; pass --data.value_range"),
-    ],
-)
-def test_contradictions_end_a_training_with_one_line_and_nothing_written(
-    tmp_path, capsys, monkeypatch, flags, line
-):
-    monkeypatch.chdir(tmp_path)
-    write_pages(tmp_path / "pages", [(40, 60)] * 8)
-    for name in ("a", "b"):
-        (tmp_path / "floats" / name).mkdir(parents=True)
-        for number in range(2):
-            np.save(tmp_path / "floats" / name / f"{number}.npy", np.full((40, 60), 0.5))
-    options = "train --data.name folder --data.root pages --data.workers 0 --run x"
-    assert main([*options.split(), *flags]) == 2
-    error = capsys.readouterr().err
-    assert line in error and error.count("\n") == 1
-    assert not (tmp_path / "checkpoints").exists()

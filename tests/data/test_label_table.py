@@ -2,17 +2,17 @@
 
 import warnings
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
+from tests.data.test_mask_files import NUMBERS
+from tests.data.test_mask_files import write as write_masks
 from tests.helpers.image_files import config_of, refused, write_classes, write_tar
-from visionattn.data.splits import SampleKey, build_splits, geometry_choices, images_to_judge
+from visionattn.data.splits import build_splits, images_to_judge
 
 COUNTS = {"bird": 7, "cat": 4, "dog 2": 11}
 PATHS = [f"{name}/{index}.png" for name, count in COUNTS.items() for index in range(count)]
@@ -78,113 +78,104 @@ def test_images_without_a_row_are_left_out_with_a_warning(root, table):
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("columns", "options", "line"),
     [
-        ({"label": [""] * 22}, "22 of 22 rows have no label; first: dog 2/10.png, label '"),
-        ({"labels": LABELS}, "expected the column label, got path, labels"),
-        ({"paths": ["a.png", *PATHS[1:]], "label": LABELS}, "1 of 22 rows name no image in "),
-        ({"paths": [PATHS[1], *PATHS[1:]], "label": LABELS}, "1 of 22 rows repeat the path of "),
-        ({"paths": ["", *PATHS[1:]], "label": LABELS}, "1 of 22 rows have no path; first: (no"),
-        ({"paths": [], "label": []}, "has no rows"),
-        ({"label": LABELS, "split": ["x", "y", *["val"] * 20]}, "2 of 22 rows have a split other "),
-        ({"label": LABELS, "group": ["", *"a" * 21]}, "1 of 22 rows have no group; first: bir"),
+        ({"label": [""] * 22}, {}, "22 of 22 rows have no label; first: dog 2/10.png, label '"),
+        ({"labels": LABELS}, {}, "expected the column label, got path, labels"),
+        ({"paths": ["a.png", *PATHS[1:]], "label": LABELS}, {}, "1 of 22 rows name no image in "),
+        (
+            {"paths": [PATHS[1], *PATHS[1:]], "label": LABELS},
+            {},
+            "1 of 22 rows repeat the path of ",
+        ),
+        ({"paths": ["", *PATHS[1:]], "label": LABELS}, {}, "1 of 22 rows have no path; first: (no"),
+        ({"paths": [], "label": []}, {}, "has no rows"),
+        (
+            {"label": LABELS, "split": ["x", "y", *["val"] * 20]},
+            {},
+            "2 of 22 rows have a split other ",
+        ),
+        ({"label": LABELS, "group": ["", *"a" * 21]}, {}, "1 of 22 rows have no group; first: bir"),
         (
             {"label": LABELS, "weight": [-1.5] * 22},
+            {},
             "22 of 22 rows do not have a number of 0 or more in w",
         ),
         (
             {"label": LABELS, "weight": ["", *[1] * 21]},
+            {},
             "1 of 22 rows do not have a number of 0 or more in ",
         ),
         (
             {"label": LABELS, "weight": ["x"] * 22},
+            {},
             "22 of 22 rows do not have a number of 0 or more in ",
         ),
-    ],
-)
-def test_malformed_rows_are_one_line(root, table, options, line):
-    given = table(**options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        error = refused(ValueError, config_of(root, **given))
-    assert error.removeprefix(given["labels"]).lstrip(": ").startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("task", "columns", "options", "line"),
-    [
         (
-            "multilabel",
             {"a": [2] * 22},
-            {},
+            {"task": "multilabel"},
             "rows do not have 0, 1 or an empty cell in a; first",
         ),
-        ("multilabel", {}, {}, "expected the column label, got path"),
+        ({}, {"task": "multilabel"}, "expected the column label, got path"),
         (
-            "regression",
             {"label": [None, *[1.0] * 21]},
-            {},
+            {"task": "regression"},
             "1 of 22 rows do not have a number in label",
         ),
         (
-            "regression",
             {"label": ["inf"] * 22},
-            {},
+            {"task": "regression"},
             "22 of 22 rows do not have a number in label; first",
         ),
-        ("regression", {"a": [1] * 22}, {"columns": ["b"]}, "expected the column b, got path, a"),
-    ],
-)
-def test_labels_that_do_not_fit_the_task_are_one_line(root, table, task, columns, options, line):
-    assert line in refused(ValueError, config_of(root, task=task, **table(**columns), **options))
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"labels": "missing.csv"}, "no label table at missing.csv"),
         (
+            {"a": [1] * 22},
+            {"task": "regression", "columns": ["b"]},
+            "expected the column b, got path, a",
+        ),
+        (None, {"labels": "missing.csv"}, "no label table at missing.csv"),
+        (
+            None,
             {"labels": "labels.xls"},
             "expected a label table that ends in .csv, .tsv, .jsonl, .parquet, got l",
         ),
         (
+            None,
             {"fold": "1/60"},
             "too few images for 60 folds: 22 images, 11 images in the largest class",
         ),
-        ({"group_from": "cat"}, "data.group_from cat has no match in 18 of 22 paths; first: b"),
-        ({"group_from": "png"}, "too few images in "),
         (
+            None,
+            {"group_from": "cat"},
+            "data.group_from cat has no match in 18 of 22 paths; first: b",
+        ),
+        (None, {"group_from": "png"}, "too few images in "),
+        (
+            None,
             {"group_from": "png", "fold": "1/2"},
             "too few images for 2 folds: 1 groups, 11 images in the largest class",
         ),
-        ({"group_from": "^[^/]*"}, "classes of "),
+        (None, {"group_from": "^[^/]*"}, "classes of "),
     ],
 )
-def test_options_that_do_not_fit_are_one_line(root, options, line):
-    config = replace(config_of(root), **options)
-    assert refused((ValueError, FileNotFoundError), config).startswith(line)
+def test_rows_and_options_that_do_not_fit_are_one_line(root, table, columns, options, line):
+    given = {} if columns is None else table(**columns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = refused((ValueError, FileNotFoundError), config_of(root, **given | options))
+    assert line in error
 
 
-def test_a_missing_package_names_the_extra(root, table, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"path,label\ncat/9.png,B\xe4r\n", "is not UTF-8 text; save the table as UTF-8"),
+        (b"path,label\ncat/9.png,a,b\ncat/8.png,a\n", "cannot read "),
+    ],
+)
+def test_texts_that_are_no_table_are_refused(root, table, text, said):
     given = table(label=LABELS)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pandas" else name)
-    line = f"{given['labels']} needs pandas: pip install 'visionattn[tables]'"
-    assert refused(ValueError, config_of(root, **given)) == line
-
-
-def test_a_table_in_latin_1_is_refused_with_advice(root, table):
-    given = table(label=LABELS)
-    Path(given["labels"]).write_bytes("path,label\ncat/9.png,Bär\n".encode("latin-1"))
-    assert refused(ValueError, config_of(root, **given)) == (
-        f"{given['labels']} is not UTF-8 text; save the table as UTF-8"
-    )
-
-
-def test_a_cell_with_the_separator_is_refused(root, table):
-    given = table(label=LABELS)
-    with open(given["labels"], "a") as file:
-        file.write("cat/9.png,a,b\n")
-    assert "cannot read " in refused(ValueError, config_of(root, **given))
+    Path(given["labels"]).write_bytes(text)
+    assert said in refused(ValueError, config_of(root, **given))
 
 
 def test_splits_come_from_the_column_or_else_from_the_folders(root, table):
@@ -194,10 +185,10 @@ def test_splits_come_from_the_column_or_else_from_the_folders(root, table):
     )
     assert sorted(names(splits.validation)) == sorted(PATHS[2::4])
     assert sorted(names(splits.test)) == sorted(PATHS[3::4]) and len(splits.train) == 12
+    moved = PATHS
     for old, new in (("bird", "train"), ("cat", "val"), ("dog 2", "test")):
         (root / old).rename(root / new)
-    moved = [path.replace("bird", "train").replace("cat", "val") for path in PATHS]
-    moved = [path.replace("dog 2", "test") for path in moved]
+        moved = [path.replace(old, new) for path in moved]
     splits = build_splits(config_of(root, **table(paths=moved, label=["a", "b"] * 11)), 0)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [7, 4, 11]
 
@@ -208,8 +199,6 @@ def test_several_labels_are_listed_or_in_columns_with_gaps(root, table):
     splits = build_splits(config_of(root, task="multilabel", **options), 0)
     assert splits.spec.class_names == ("a", "b", "c") and splits.train.labels.dtype == np.float32
     assert splits.train.labels[:4].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 1, 0]]
-    key = SampleKey(0, 0, *geometry_choices(splits.spec, config_of(root)))
-    assert splits.train[key].label.tolist() == [1, 1, 0]
     columns = table(b=[1, 0] * 11, a=[None, 1] * 11, split=["train"] * 21 + ["val"])
     splits = build_splits(config_of(root, task="multilabel", **columns), 0)
     assert splits.spec.class_names == ("b", "a")
@@ -253,33 +242,19 @@ def test_weights_have_mean_1_and_are_a_part_of_the_fingerprint(root, table):
     )
 
 
-def write_masked(root):
-    rng = np.random.default_rng(0)
-    for kind in ("images", "masks"):
-        (root / kind).mkdir(parents=True)
-    for number in range(12):
-        Image.fromarray(rng.integers(0, 3, (9, 7)).astype(np.uint8)).save(
-            root / "masks" / f"p{number // 3}_{number}.png"
-        )
-        Image.new("RGB", (7, 9)).save(root / "images" / f"p{number // 3}_{number}.png")
-
-
 def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
-    root = tmp_path / "masked"
-    write_masked(root)
-    paths = [f"images/p{number // 3}_{number}.png" for number in range(12)]
-    splits = ["val"] * 3 + ["train"] * 9
-    options = table(
-        paths=paths, split=splits, group=[path[:9] for path in paths], weight=[2.5] * 12
-    )
+    root = write_masks(tmp_path / "masked", NUMBERS, splits=("",), layout="{kind}")
+    paths, splits = [f"images/deep/{number}.png" for number in range(4)], ["val", *["train"] * 3]
+    options = table(paths=paths, split=splits, group=[*"abbc"], weight=[2.5] * 4)
     masked = {"task": "segmentation", "masks": {"classes": ["a", "b", "c"]}}
     found = build_splits(config_of(root, **masked, **options), 0)
-    assert found.validation.names() == [f"/p0_{number}.png" for number in range(3)]
-    assert found.train.weights.tolist() == [1.0] * 9
-    found = build_splits(config_of(root, **masked, group_from=r"images/(p\d+)", fold="2/4"), 0)
-    assert len({name.split("_")[0] for name in names(found.validation)}) == 1
-    shared = table(paths=paths, split=splits, group=["x", *"abcdefghij", "x"])
-    assert "1 of 11 groups of " in refused(ValueError, config_of(root, **masked, **shared))
+    assert [name[-17:] for name in found.validation.names()] == [paths[0]]
+    assert found.train.weights.tolist() == [1.0] * 3
+    with pytest.warns(UserWarning, match="a group of its own"):
+        found = build_splits(config_of(root, **masked, group_from=r"(\d)", fold="2/4"), 0)
+    assert len(found.validation) == 1
+    shared = table(paths=paths, split=splits, group=[*"xabx"])
+    assert "1 of 3 groups of " in refused(ValueError, config_of(root, **masked, **shared))
 
 
 def test_a_pattern_that_groups_no_images_is_a_warning(root):

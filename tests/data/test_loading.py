@@ -1,7 +1,6 @@
 """Loaders of all datasets: order, sizes, keys, workers, and images that cannot be read."""
 
 import gc
-import multiprocessing
 import pickle
 import resource
 from dataclasses import replace
@@ -27,26 +26,14 @@ from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_
 DIGITS = DataConfig(name="digits", img_size=24, augment="light", workers=0)
 
 
-def assert_same_batches(first, second):
-    assert len(first) == len(second)
-    for (images, labels, *_), (other_images, other_labels, *_) in zip(first, second, strict=True):
-        assert images.dtype == torch.uint8 and labels.dtype == torch.int64
-        torch.testing.assert_close(images, other_images, rtol=0, atol=0)
-        torch.testing.assert_close(labels, other_labels, rtol=0, atol=0)
-
-
 def test_no_digit_is_in_two_splits_and_all_are_in_one():
     splits = build_splits(DataConfig(name="digits", val_fraction=0.125), seed=1)
-    sizes = [len(splits.train), len(splits.validation), len(splits.test)]
-    assert sum(sizes) == 1797
+    parts = splits.train, splits.validation, splits.test
+    sizes = [len(part) for part in parts]
     np.testing.assert_allclose(sizes, [0.7 * 1797, 0.1 * 1797, 0.2 * 1797], rtol=0.03)
-    train, validation, test = (
-        {image.tobytes() for image in part.images}
-        for part in (splits.train, splits.validation, splits.test)
-    )
     # scikit-learn's digits are all different as images, so bytes identify them
-    assert len(train) + len(validation) + len(test) == 1797
-    assert not train & validation and not train & test and not validation & test
+    different = {image.tobytes() for part in parts for image in part.images}
+    assert len(different) == sum(sizes) == 1797
 
 
 def test_batches_are_the_same_with_workers_and_after_an_epoch_that_was_given_up():
@@ -61,7 +48,9 @@ def test_batches_are_the_same_with_workers_and_after_an_epoch_that_was_given_up(
         next(batches.epoch(2))
         runs.append([batch for epoch in (0, 1) for batch in batches.epoch(epoch)])
         assert torch.equal(torch.get_rng_state(), before)
-    assert_same_batches(*runs)
+    for (images, labels, *_), (other_images, other_labels, *_) in zip(*runs, strict=True):
+        assert images.dtype == torch.uint8 and labels.dtype == torch.int64
+        assert torch.equal(images, other_images) and torch.equal(labels, other_labels)
 
 
 def test_data_sets_can_be_sent_to_workers_that_are_not_forks():
@@ -95,9 +84,8 @@ def test_each_epoch_has_every_training_image_once_in_another_order():
         assert sorted(orders[-1]) == sorted(image.tobytes() for image in splits.train.images)
         assert [known[image] for image in orders[-1]] == torch.cat(labels).tolist()
     assert orders[0] != orders[1]
-    sizes = [len(labels) for _, labels, *_ in batches.epoch(0)]
-    assert len(sizes) == len(batches) and sizes[:-1] == [77] * (len(batches) - 1)
-    assert sizes[-1] == len(splits.train) - 77 * (len(batches) - 1)
+    whole, rest = divmod(len(splits.train), 77)
+    assert [len(part) for part in labels] == [77] * whole + [rest] and len(batches) == whole + 1
 
 
 def test_evaluation_gives_every_image_once_in_the_order_of_the_data():
@@ -117,28 +105,8 @@ def test_a_training_batch_has_one_size_and_all_sizes_are_drawn_about_equally():
     batches = train_batches(splits, config, batch_size=10, seed=3)
     drawn = [[images.shape[-2:] for images, _, *_ in batches.epoch(epoch)] for epoch in (0, 1)]
     assert drawn[0] != drawn[1]
-    both = drawn[0] + drawn[1]
-    counts = [both.count((side, side)) for side in (8, 11, 17)]
-    assert sum(counts) == 2 * len(batches)
-    assert min(counts) > 2 * len(batches) / 5
-
-
-def test_workers_end_by_themselves_when_their_batches_fall_to_the_garbage_collector(monkeypatch):
-    """torch ends the others after some seconds; here after a minute, as the machine may be busy."""
-    ended = []
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 60.0)
-    process = multiprocessing.process.BaseProcess
-    monkeypatch.setattr(process, "terminate", lambda self: ended.append(self) or self.kill())
-    config = DataConfig(name="digits", img_size=8, workers=2)
-    batches = train_batches(build_splits(config, 3), config, batch_size=100, seed=3)
-    epoch = batches.epoch(0)
-    next(epoch)
-    cycle = [batches, epoch]
-    cycle.append(cycle)
-    assert len(multiprocessing.active_children()) == 2
-    del batches, epoch, cycle
-    gc.collect()
-    assert not multiprocessing.active_children() and not ended
+    counts = [sum(drawn, []).count((side, side)) for side in (8, 11, 17)]
+    assert sum(counts) == 2 * len(batches) and min(counts) > 2 * len(batches) / 5
 
 
 def test_a_worker_that_cannot_hand_over_what_it_loaded_ends_with_a_line(capfd):
@@ -160,8 +128,7 @@ def test_a_worker_that_cannot_hand_over_what_it_loaded_ends_with_a_line(capfd):
 def workers_end():
     """End the workers of loaders that a caught error still holds, as other tests count them."""
     yield
-    if multiprocessing.active_children():
-        gc.collect()
+    gc.collect()
 
 
 @pytest.fixture
@@ -226,8 +193,8 @@ def test_an_unreadable_image_is_left_out_with_one_warning_and_evaluation_counts_
     with pytest.warns(UserWarning, match="skipped unreadable image") as caught:
         counts = [sum(len(labels) for _, labels, *_ in batches.epoch(epoch)) for epoch in (0, 1)]
     assert counts == [sum(COUNTS.values()) - 1] * 2
-    told = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    assert len(told) == 1 and told[0].startswith(f"skipped unreadable image {path}: ")
+    (told,) = (str(warning.message) for warning in caught if warning.category is UserWarning)
+    assert told.startswith(f"skipped unreadable image {path}: ")
     assert batches.left_out == 1
 
     validation = eval_batches(splits.validation, config, batch_size=3, geometry=square(16))

@@ -1,9 +1,7 @@
-"""Masks in files: pairs of files, meanings of values, errors, and augmentation."""
+"""Masks in files, one per image or class: pairs, meanings of values, errors, and augmentation."""
 
-import struct
 import unicodedata
 import warnings
-import zlib
 from contextlib import nullcontext
 
 import numpy as np
@@ -15,7 +13,7 @@ from visionattn.data.augment import Augment
 from visionattn.data.batches import Unreadable
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Geometry
-from visionattn.data.mask_files import MaskFiles, check_mask_sizes, check_trained
+from visionattn.data.mask_files import check_mask_sizes, check_trained
 from visionattn.data.splits import SampleKey, build_splits
 from visionattn.models.segmentation import IGNORED
 
@@ -59,20 +57,6 @@ def values(*levels, dtype=np.uint8, mode=None, **options):
 NUMBERS = values(0, 1, 2)
 
 
-def in_four_bits(mask, path):
-    """Gray PNGs of 4 bits, which no library that we have writes."""
-    height, width = mask.shape
-    padded = np.pad(mask, ((0, 0), (0, width % 2)))
-    rows = padded[:, ::2] << 4 | padded[:, 1::2]
-    lines = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    head = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
-    content = b"\x89PNG\r\n\x1a\n"
-    for kind, data in ((b"IHDR", head), (b"IDAT", lines), (b"IEND", b"")):
-        sums = struct.pack(">I", zlib.crc32(kind + data))
-        content += struct.pack(">I", len(data)) + kind + data + sums
-    path.write_bytes(content)
-
-
 def with_palette(mask, path):
     picture = Image.fromarray(mask)
     picture.putpalette([7, 7, 7, 9, 9, 9, 1, 2, 3])
@@ -100,86 +84,49 @@ def items(dataset):
     return [dataset[SampleKey(number, 0, NATIVE)] for number in range(len(dataset))]
 
 
-@pytest.mark.parametrize(
-    ("save", "suffix", "more"),
-    [
-        (NUMBERS, ".TIF", {}),
-        (with_palette, ".png", {}),
-        (in_four_bits, ".png", {}),
-        (values(0, 1, 2, dtype=np.uint16, byteorder=">"), ".tif", {}),
-        (values(0, 1, 2, photometric="miniswhite"), ".tif", {}),
-        (values(0, 1, 2, mode="RGB"), ".bmp", {}),
-        (coloured, ".png", {"masks": {"colours": COLOURS}}),
-    ],
-)
-def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, save, suffix, more):
-    splits = opened(write(tmp_path, save, suffix=suffix), **more)
-    assert splits.spec.task == "segmentation" and splits.spec.num_classes == 3
-    assert splits.spec.class_names == ("0", "1", "2")
-    for number, size in enumerate(SIZES):
-        seen = item(splits, number)
-        assert seen.label.dtype == np.uint8 and seen.label.shape == size
-        assert np.array_equal(seen.label * 100, seen.pixels[..., 0])
+SAVED = [
+    # A writer, its suffix, options, and the value of each class in what is read.
+    (NUMBERS, ".TIF", {}, (0, 1, 2)),
+    (with_palette, ".png", {}, (0, 1, 2)),
+    (values(0, 1, 2, dtype=np.uint16, byteorder=">"), ".tif", {}, (0, 1, 2)),
+    (values(0, 1, 2, photometric="miniswhite"), ".tif", {}, (0, 1, 2)),
+    (values(0, 1, 2, mode="RGB"), ".bmp", {}, (0, 1, 2)),
+    (coloured, ".png", {"colours": COLOURS}, (0, 1, 2)),
+    (values(0, 1, 255), ".png", {}, (0, 1, IGNORED)),
+    (values(0, 7, 1), ".png", {"classes": ["a", "b"], "ignored": 7}, (0, IGNORED, 1)),
+    (coloured, ".png", {"colours": COLOURS[:2], "ignored": COLOURS[2]}, (0, 1, IGNORED)),
+    (values(255, 0), ".png", {"colours": [[255] * 3, [0] * 3]}, (0, 1)),
+]
+WHITE = [
+    (values(0, 255), ".png", {"classes": ["ground", "roof"]}, (0, 1)),
+    (values(0, 255, mode="P"), ".png", {}, (0, 1)),
+    (now_and_then_in_one_bit, ".png", {}, (0, 1)),
+    (values(0, 65535, dtype=np.uint16), ".png", {}, (0, 1)),
+    (values(0, 255, dtype=np.int32), ".tif", {}, (0, 1)),
+    (values(1, 0, dtype=bool, photometric="miniswhite"), ".tif", {}, (0, 1)),
+    (values(65535, 0, dtype=np.uint16, photometric="miniswhite"), ".tif", {}, (0, 1)),
+    (values(0, 255, 128), ".png", {"ignored": 128}, (0, 1, IGNORED)),
+]
+"""Black and white masks, in which white is class 1."""
 
 
-@pytest.mark.parametrize(
-    ("save", "suffix", "names"),
-    [
-        (values(0, 255), ".png", ["ground", "roof"]),
-        (values(0, 255, mode="P"), ".png", None),
-        (now_and_then_in_one_bit, ".png", None),
-        (values(0, 65535, dtype=np.uint16), ".png", None),
-        (values(0, 255, dtype=np.int32), ".tif", None),
-        (values(1, 0, dtype=bool, photometric="miniswhite"), ".tif", None),
-        (values(65535, 0, dtype=np.uint16, photometric="miniswhite"), ".tif", None),
-    ],
-)
-def test_white_is_class_1_of_black_and_white_masks(tmp_path, save, suffix, names):
-    write(tmp_path, save, classes=2, suffix=suffix)
-    with pytest.warns(UserWarning, match="are black and white .*; white is class 1") as said:
-        splits = opened(tmp_path, masks={"classes": names})
-    assert len(said) == 1 and ("(roof)" in str(said[0].message)) == bool(names)
-    assert splits.spec.colours == BINARY and splits.spec.class_names == tuple(names or "01")
+@pytest.mark.parametrize(("save", "suffix", "masks", "wanted"), SAVED + WHITE)
+def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, save, suffix, masks, wanted):
+    write(tmp_path, save, classes=len(wanted), suffix=suffix)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        splits = opened(tmp_path, **({"masks": masks} if masks else {}))
+    told = [str(each.message) for each in caught]
+    white = (save, suffix, masks, wanted) in WHITE
+    assert len(told) == white and all("white is class 1" in each for each in told)
+    numbers = [str(number) for number in range(len(set(wanted) - {IGNORED}))]
+    assert splits.spec.class_names == tuple(masks.get("classes", numbers))
+    if len(wanted) == 2:
+        assert splits.spec.colours == (BINARY if white else BINARY[::-1])
     for seen in (*items(splits.train), *items(splits.validation)):
-        assert np.array_equal(seen.label * 100, seen.pixels[..., 0])
-
-
-@pytest.mark.parametrize(
-    ("save", "more", "lost", "names"),
-    [
-        (values(0, 1, 255), {}, 2, "01"),
-        (values(0, 7, 1), {"masks": {"classes": ["a", "b"], "ignored": 7}}, 1, "ab"),
-        (values(0, 255, 128), {"masks": {"ignored": 128}}, 2, "01"),
-        (coloured, {"masks": {"colours": COLOURS[:2], "ignored": COLOURS[2]}}, 2, "01"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*white is class 1, 128 is ignored")
-def test_a_value_may_not_count(tmp_path, save, more, lost, names):
-    splits = opened(write(tmp_path, save), **more)
-    assert splits.spec.class_names == tuple(names)
-    for seen in items(splits.train):
-        assert np.array_equal(seen.label == IGNORED, seen.pixels[..., 0] == 100 * lost)
-        assert set(np.unique(seen.label)) == {0, 1, IGNORED}
-
-
-def test_colours_that_are_named_may_be_white_and_black(tmp_path):
-    more = {"masks": {"colours": [[255] * 3, [0] * 3]}}
-    splits = opened(write(tmp_path, values(255, 0), classes=2), **more)
-    assert splits.spec.colours == BINARY[::-1]
-    assert np.array_equal(item(splits, 0).label * 100, item(splits, 0).pixels[..., 0])
+        assert seen.label.dtype == np.uint8
+        np.testing.assert_array_equal(seen.label, np.array(wanted)[seen.pixels[..., 0] // 100])
     check_trained(splits)
-
-
-def test_masks_are_read_until_their_meaning_is_known(tmp_path, monkeypatch):
-    write(tmp_path, values(0, 1), classes=2, splits=("",), layout="{kind}")
-    read, pairs = [], MaskFiles.pairs
-    monkeypatch.setattr("visionattn.data.mask_files.READ_AHEAD", 1)
-    monkeypatch.setattr(MaskFiles, "pairs", lambda *given: read.append(given) or pairs(*given))
-    for names, count in ((["a", "b", "c"], 0), (["a", "b"], 1), (None, 4)):
-        read.clear()
-        splits = opened(tmp_path, masks={"classes": names}, val_fraction=0.25)
-        assert len(read) == count
-    assert (len(splits.train), len(splits.validation)) == (3, 1)
 
 
 @pytest.mark.parametrize("layout", ["{split}/{kind}", "{kind}/{split}"])
@@ -233,24 +180,6 @@ def test_a_mask_goes_where_its_image_goes_and_the_rest_does_not_count(tmp_path, 
     assert np.array_equal(seen.label[sure] * 100, level[sure])
 
 
-@pytest.mark.parametrize("preset", ["rand", "documents", "aerial"])
-def test_augmentation_moves_both_alike(preset):
-    """The class of a pixel is whether it is light; what stays light or dark tells it again."""
-    mask = np.zeros((64, 64), np.uint8)
-    mask[8:40, 12:30], mask[50:60, 30:60] = 1, 1
-    image = np.stack([np.where(mask, 250, 5).astype(np.uint8)] * 3, -1)
-    augment, agree, moved = Augment(preset), [], 0
-    for number in range(12):
-        pixels, label = augment.both(image, mask, (0, number))
-        assert np.array_equal(pixels, augment(image, (0, number)))
-        share = ((pixels[..., 0] > 127) == (label == 1)).mean()
-        agree.append(max(share, 1 - share) if preset == "rand" else share)
-        moved += not np.array_equal(label, mask)
-    least = 0.5 if preset == "rand" else 0.9
-    assert moved >= 6
-    assert np.median(agree) > 0.95 and min(agree) > least
-
-
 def test_beyond_a_black_border_nothing_counts():
     augment = Augment("light", bands=1, border="black")
     image = np.full((32, 32, 1), 200, np.uint8)
@@ -262,15 +191,13 @@ def test_beyond_a_black_border_nothing_counts():
         assert (pixels[..., 0][mask == IGNORED] < 101).all()  # half of a pixel is black at the edge
 
 
-def grey(level, dtype=np.uint8):
-    return np.full((33, 17), level, dtype)
-
-
 SPOILED = {
     "it has 33 x 18 pixels, its image 33 x 17": np.zeros((33, 18), np.uint8),
-    "with 3 classes expected values 0 to 2 or 255, which is ignored, got 3": grey(3),
-    "the color of each class in data.masks.colours": np.stack([grey(9), grey(0), grey(9)], 2),
-    "got pixels of the kind float": grey(0.5, np.float32),
+    "with 3 classes expected values 0 to 2 or 255, which is ignored, got 3": np.full(
+        (33, 17), 3, np.uint8
+    ),
+    "the color of each class in data.masks.colours": np.full((33, 17, 3), [9, 0, 9], np.uint8),
+    "got pixels of the kind float": np.full((33, 17), 0.5, np.float32),
     "cannot be read": None,
 }
 
@@ -286,24 +213,15 @@ def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path):
         assert isinstance(found, Unreadable) and words in str(found)
         assert "masks/deep/2." in found.reason and "\n" not in str(found)
     assert not isinstance(item(splits, 1), Unreadable)
-    splits = opened(write(tmp_path / "b", coloured), masks={"colours": COLOURS[:2]})
-    assert "or data.masks.ignored, got the color 0 90 255" in str(item(splits, 0))
 
 
 def test_masks_of_another_size_are_found_by_their_headers(tmp_path):
     masks = write(tmp_path, NUMBERS, suffix=".tif") / "train" / "masks" / "deep"
     splits = opened(tmp_path, masks={"classes": ["a", "b", "c"]})
     check_mask_sizes(splits.train)
-    Image.fromarray(np.zeros((33, 18), np.uint8)).save(masks / "2.tif")
-    said = (
-        r"^the mask .*deep/2.tif: it has 33 x 18 pixels, its image 33 x 17; correct them, or pass"
-    )
-    with pytest.raises(ValueError, match=said):
-        check_mask_sizes(splits.train)
-    Image.fromarray(np.zeros((7, 9), np.uint8)).save(masks / "1.tif")
-    with pytest.raises(ValueError, match="; 1 more like this; correct them"):
-        check_mask_sizes(splits.train)
-    (masks / "1.tif").write_bytes(b"no mask")  # reported when it is read
+    for number, size in ((2, (33, 18)), (1, (7, 9))):
+        Image.fromarray(np.zeros(size, np.uint8)).save(masks / f"{number}.tif")
+    said = "^the mask .*: it has .* pixels, its image .*; 1 more like this; correct them, or pass"
     with pytest.raises(ValueError, match=said):
         check_mask_sizes(splits.train)
 
@@ -402,3 +320,88 @@ def test_a_file_next_to_the_masks_gives_their_meaning_unless_an_option_does(tmp_
     assert splits.spec.class_names == ("ground", "roof", "road")
     assert splits.train.masks.classes.named and splits.train.masks.classes.stated
     assert opened(tmp_path, masks={"classes": ["x", "y", "z"]}).spec.class_names == ("x", "y", "z")
+
+
+LAYERS = {
+    "red": "truth/{folder}/2. Red/{name}_R.tif",
+    "dots": "truth/{folder}/1. Dots/{name}_D.tif",
+}
+MASKS = {"images": "1. Original Images", "layers": LAYERS}
+SIZE = 7, 11
+
+
+def write_layers(root):
+    """Two splits of three images each; return the class of each pixel by path of the image."""
+    rng = np.random.default_rng(0)
+    known = {}
+    for split, first in (("a. Training Set", 1), ("b. Testing Set", 4)):
+        for number in range(first, first + 3):
+            red, dots = rng.random((2, *SIZE)) < 0.4
+            if number in (2, 5):  # no file instead of an empty mask
+                dots[:] = False
+            image = root / MASKS["images"] / split / f"X_{number:02d}.png"
+            known[image.name] = np.where(dots, 2, red).astype(np.uint8)
+            pixels = np.zeros((*SIZE, 3), np.uint8)
+            pixels[..., 0] = known[image.name] * 100
+            save(Image.fromarray(pixels), image)
+            # One bit, and red with a palette, as in two distributions of the data.
+            if dots.any():
+                path = root / "truth" / split / "1. Dots" / f"X_{number:02d}_D.tif"
+                save(Image.fromarray(dots), path)
+            painted = Image.fromarray(red.astype(np.uint8))
+            painted.putpalette([0, 0, 0, 255, 0, 0])
+            save(painted, root / "truth" / split / "2. Red" / f"X_{number:02d}_R.tif")
+    return known
+
+
+def save(image, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_pixel_has_the_last_class_whose_file_marks_it(tmp_path, cached):
+    known = write_layers(tmp_path / "data")
+    cache = str(tmp_path / "kept") if cached else None
+    splits = opened(tmp_path / "data", masks=MASKS, cache=cache)
+    assert splits.spec.class_names == ("background", "red", "dots")
+    assert [len(splits.train), len(splits.validation), len(splits.test)] == [2, 1, 3]
+    wanted = sum(np.bincount(known[f"X_0{number}.png"].ravel(), minlength=3) for number in "456")
+    counts = splits.test.masks.pixel_counts(splits.test.indices, 3)
+    assert counts.tolist() == wanted.tolist()
+    for dataset in (splits.train, splits.validation, splits.test) * 2:
+        for number in range(len(dataset)):
+            item = dataset[SampleKey(number, 0, NATIVE)]
+            assert np.array_equal(item.label, known[dataset.name(number)[-8:]])
+            assert np.array_equal(item.label * 100, item.pixels[..., 0])
+
+
+def test_another_file_of_any_class_is_another_image(tmp_path):
+    write_layers(tmp_path)
+    before = opened(tmp_path, masks=MASKS).test
+    label = before[SampleKey(1, 0, NATIVE)].label
+    save(Image.fromarray(np.ones(SIZE, bool)), tmp_path / "truth/b. Testing Set/1. Dots/X_05_D.tif")
+    after = opened(tmp_path, masks=MASKS).test
+    assert (before.digests() != after.digests()).tolist() == [False, True, False]
+    assert (label < 2).all() and (after[SampleKey(1, 0, NATIVE)].label == 2).all()
+
+
+def test_a_missing_mask_and_one_of_another_size_name_their_image_or_file(tmp_path):
+    write_layers(tmp_path)
+    small = tmp_path / "truth/b. Testing Set/1. Dots/X_04_D.tif"
+    save(Image.fromarray(np.ones((3, 3), bool)), small)
+    splits = opened(tmp_path, masks=MASKS)
+    said = "X_04_D.tif: it has 3 x 3 pixels, its image 7 x 11"
+    assert said in splits.test[SampleKey(0, 0, NATIVE)].reason
+    with pytest.raises(ValueError, match=said):
+        check_mask_sizes(splits.test)
+    (tmp_path / "truth/b. Testing Set/2. Red/X_05_R.tif").unlink()
+    with pytest.raises(FileNotFoundError, match="X_05.png has no mask of data.masks.layers; exp"):
+        opened(tmp_path, masks=MASKS)
+
+
+def test_a_missing_folder_of_images_is_named(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match="images, which does not exist; check data.masks.images"
+    ):
+        opened(tmp_path, masks={"layers": LAYERS})

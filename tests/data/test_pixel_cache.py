@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from tests.helpers import resumed_runs
 from tests.helpers.geometry import square
 from tests.helpers.image_files import config_of, encoded, write_tar
-from tests.helpers.resumed_runs import assert_same_end, interrupt, on_small_data, run, stop_after
-from visionattn.cli.exit_codes import Stopped
 from visionattn.data import pixel_cache
 from visionattn.data.batches import Unreadable
 from visionattn.data.formats.pillow import PillowImage
@@ -155,17 +153,11 @@ def test_pixels_are_those_of_the_files_and_nothing_is_decoded_twice(
     assert entries(config.cache) == kept
 
 
-class Rows:
+class Rows(list):
     """A stand-in for timm's reader of a Hugging Face table."""
 
-    def __init__(self, *contents):
-        self.contents = contents
-
-    def __len__(self):
-        return len(self.contents)
-
     def __getitem__(self, row):
-        return io.BytesIO(self.contents[row]), 0
+        return io.BytesIO(super().__getitem__(row)), 0
 
     def filename(self, row):
         return "same name"
@@ -174,39 +166,53 @@ class Rows:
 def test_rows_of_a_table_are_kept_by_their_content(tmp_path):
     cache = PixelCache(str(tmp_path / "cache"))
     for levels in ((40, 90), (90, 40), (40, 91)):
-        source = TableRows({"train": Rows(*map(encoded, levels))}, "hfds/x")
+        source = TableRows({"train": Rows(map(encoded, levels))}, "hfds/x")
         dataset = ImageDataset(source, np.arange(2), np.zeros(2, int), 3, cache=cache)
         found = [dataset[SampleKey(i, 0, square(16))].pixels[0, 0, 0] for i in range(2)]
         assert tuple(found) == levels
     assert len(entries(tmp_path / "cache")) == 3
 
 
-def change_middle(path):
-    """Other pixels in the middle of a file of the same size, written later."""
-    content = path.read_bytes()
-    half = len(content) // 2
-    path.write_bytes(content[:half] + bytes(3000) + content[half + 3000 :])
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+def change_middle(root, cache):
+    """Other pixels in the middle of files of the same size, written later."""
+    for path in root.rglob("*.bmp"):
+        content = path.read_bytes()
+        half = len(content) // 2
+        path.write_bytes(content[:half] + bytes(3000) + content[half + 3000 :])
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
 
 
-def change_end(path):
-    """Other pixels in the first rows, with the time of the former file."""
-    before, content = path.stat(), path.read_bytes()
-    path.write_bytes(content[:-3000] + bytes(3000))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+def change_end(root, cache):
+    """Other pixels in the first rows, with the time of the former files."""
+    for path in root.rglob("*.bmp"):
+        before, content = path.stat(), path.read_bytes()
+        path.write_bytes(content[:-3000] + bytes(3000))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("change", [change_middle, change_end])
-def test_a_changed_file_is_decoded_anew(tmp_path, change):
+def damage(root, cache):
+    first, second, third, *_ = entries(cache)
+    for path, content in ((first, b""), (second, second.read_bytes()[:-5]), (third, b"no array")):
+        path.write_bytes(content)
+
+
+def delete(root, cache):
+    shutil.rmtree(cache)
+
+
+@pytest.mark.parametrize("change", [change_middle, change_end, damage, delete])
+def test_changed_files_and_damaged_entries_are_decoded_anew(tmp_path, undecodable, change):
     def write(path, picture, number):
         Image.fromarray(picture).save(path.with_suffix(".bmp"))
 
     root = write_root(tmp_path / "root", write)
     config, kept = (config_of(root, cache=cache) for cache in (None, str(tmp_path / "cache")))
     items(kept)
-    for path in root.rglob("*.bmp"):
-        change(path)
-    assert_same(items(kept), items(config))
+    change(root, kept.cache)
+    plain = items(config)
+    assert_same(items(kept), plain)
+    undecodable()
+    assert_same(items(kept), plain)
 
 
 def test_other_options_have_other_entries(tmp_path):
@@ -223,66 +229,21 @@ def test_other_options_have_other_entries(tmp_path):
         assert_same(items(config_of(root, cache=cache, **(first | change))), plain)
 
 
-def test_a_damaged_entry_is_replaced_and_a_deleted_folder_returns(tmp_path):
+def test_without_room_one_line_says_so_and_images_are_decoded(tmp_path, monkeypatch):
     config = config_of(write_root(tmp_path / "root"), fit="native", img_size=64)
     plain = items(config)
     config.cache = str(tmp_path / "cache")
-    items(config)
-    first, second, third, *_ = kept = entries(config.cache)
-    good = first.read_bytes()
-    for path, content in ((first, b""), (second, good[:-5]), (third, b"no array")):
-        path.write_bytes(content)
-    assert_same(items(config), plain)
-    assert first.read_bytes() == good and entries(config.cache) == kept
-    splits = build_splits(config, 3)
-    key = SampleKey(0, 0, geometry_of(splits.spec, (8, 8)))
-    for path in kept:
-        path.unlink()
-    for path in Path(config.cache).iterdir():
-        path.rmdir()
-    Path(config.cache).rmdir()
-    assert_same([splits.train[key]], plain[:1])
-    assert len(entries(config.cache)) == 1
-
-
-@pytest.mark.parametrize("spoil", ["no room", "a file"])
-def test_without_room_one_line_says_so_and_images_are_decoded(tmp_path, monkeypatch, spoil):
-    config = config_of(write_root(tmp_path / "root"), fit="native", img_size=64)
-    plain = items(config)
-    config.cache, message = str(tmp_path / "cache"), "Not a directory|File exists"
-    if spoil == "a file":
-        (tmp_path / "cache").write_text("")
-    else:
-        monkeypatch.setattr(pixel_cache, "SPARE_BYTES", 2**62)
-        message = "less than .* free on its disk"
+    monkeypatch.setattr(pixel_cache, "SPARE_BYTES", 2**62)
     with pytest.warns(UserWarning) as caught:
         assert_same(items(config), plain)
-    [line] = map(str, (each.message for each in caught))
-    assert re.match(f"data.cache {config.cache} is full.*({message})", line)
-    assert spoil == "a file" or not entries(config.cache)
+    [line] = (str(each.message) for each in caught)
+    assert re.match(f"data.cache {config.cache} is full.*less than .* free on its disk", line)
+    assert not entries(config.cache)
 
 
 def test_unreadable_images_are_not_kept(tmp_path):
     root = write_root(tmp_path / "root")
-    broken = root / "train" / "class 0" / "0.png"
-    broken.write_bytes(encoded(120, (200, 200))[:-60])
+    (root / "train" / "class 0" / "0.png").write_bytes(encoded(120, (200, 200))[:-60])
     config = config_of(root, fit="native", on_error="skip", cache=str(tmp_path / "cache"))
-    found = items(config)
-    assert [isinstance(each, Unreadable) for each in found].count(True) == 2
+    assert [isinstance(each, Unreadable) for each in items(config)].count(True) == 2
     assert len(entries(config.cache)) == 5
-
-
-def test_a_run_with_a_cache_ends_as_one_without_also_after_a_kill(tmp_path, monkeypatch):
-    root = write_root(tmp_path / "root")
-    data = dict(name="folder", root=str(root), fit="crop", augment="three", workers=0)
-    options = dict(batch_size=1, save_every=3, data=data, monitor="loss")
-    with on_small_data(build_splits):
-        run(resumed_runs.config_of(tmp_path / "whole", **options))
-        data["cache"] = str(tmp_path / "cache")
-        with monkeypatch.context() as patch:
-            stop_after(patch, 4, interrupt)
-            with pytest.raises(Stopped):
-                run(resumed_runs.config_of(tmp_path / "parts", **options))
-        run(resumed_runs.config_of(tmp_path / "parts", resume=True, **options))
-    assert_same_end(tmp_path / "whole" / "small", tmp_path / "parts" / "small")
-    assert entries(data["cache"])

@@ -12,6 +12,7 @@ from visionattn.data.splits import build_splits
 FOLDER = dict(name="folder", root="pictures")
 MASKED = FOLDER | dict(task="segmentation")
 COPY = dict(name="copy", task="generate")
+RED = {"red": "{name}_R.tif"}
 THREE = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
 
 CASES = [
@@ -113,6 +114,19 @@ CASES = [
     ),
     (FOLDER | dict(group_from="("), "data.group_from ( is no regular expression: "),
     # Masks.
+    (
+        MASKED | dict(masks={"layers": RED | {"dots": "{name}_D.tif"}, "classes": ["a", "b"]}),
+        "data.masks.layers names all classes; remove all other keys except images",
+    ),
+    (
+        MASKED | dict(masks={"layers": {"red": "truth/red.tif"}}),
+        "expected paths with {name} in data.masks.layers, got truth/red.tif",
+    ),
+    (
+        MASKED | dict(masks={"layers": {}}),
+        "expected 2 to 255 classes in data.masks.classes, got 1",
+    ),
+    (MASKED | dict(masks={"images": "pictures"}), "data.masks.images needs data.masks.layers"),
     (MASKED | dict(root=__file__), f"data root {__file__} is not a folder; expected images/*"),
 ]
 MEANINGS = [

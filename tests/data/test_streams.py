@@ -1,6 +1,5 @@
 """Images through timm's readers: tars, shards of webdataset, tables of Hugging Face."""
 
-import importlib.util
 import json
 
 import pytest
@@ -49,18 +48,6 @@ def shard_root(tmp_path):
         splits[split] = dict(name=split, num_samples=done, filenames=names, shard_lengths=lengths)
     (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
     return tmp_path
-
-
-def test_shards_without_their_package_say_what_to_install(shard_root, monkeypatch):
-    find = importlib.util.find_spec
-    gone = ("webdataset", "datasets")
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in gone else find(name)
-    )
-    for kind, package in zip(("wds", "hfds"), gone, strict=True):
-        root = f"{kind}/{shard_root}"
-        line = refused(ValueError, config_of(root))
-        assert line == f"data root {root} needs {package}: pip install 'visionattn[readers]'"
 
 
 @unclosed

@@ -31,6 +31,13 @@ def write_classes(folder, counts):
             (folder / name / f"{index}.png").write_bytes(encoded(LEVELS.get(name, 0) + index))
 
 
+def write_pair(folder, name, image, mask):
+    """Write an image and its mask to the folders ``images`` and ``masks``."""
+    for kind, pixels in (("images", image), ("masks", mask)):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / kind / f"{name}.png")
+
+
 def config_of(root, **changes):
     return DataConfig(
         **(

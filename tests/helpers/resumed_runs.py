@@ -3,11 +3,11 @@ torch; and their ends.
 """
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,17 @@ from safetensors import safe_open
 
 from tests.helpers.small_runs import (
     lines,
+    lines_of,
     quadrants_for,
     rows,
     same,
     small_config,
     timeless,
 )
+from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.files import unfinished
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig
-from visionattn.training.engine import train
 from visionattn.training.trainer import Trainer
 
 FORK = multiprocessing.get_context("fork")
@@ -65,9 +66,7 @@ def config_of(output: Path, **options) -> TrainConfig:
 
 
 def run(config: TrainConfig) -> str:
-    stream = io.StringIO()
-    train(config, stream=stream)
-    return stream.getvalue()
+    return "\n".join(lines_of(config))
 
 
 def state_of(folder: Path, name: str = "last.pt") -> dict:
@@ -83,21 +82,16 @@ def status_of(folder: Path) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
-def by_class(folder: Path) -> dict[str, bytes]:
-    """What a run says of classes of images; one of masks says nothing."""
-    found = {name: folder / name for name in ("validation.json", "test.json")}
-    return {name: path.read_bytes() for name, path in found.items() if path.exists()}
-
-
 def assert_same_end(left: Path, right: Path) -> None:
     """States, best weights, what these say of each class, and figures of two runs are equal bit for
     bit, but for times.
     """
     for name in ("last.pt", "previous.pt"):
-        states = [state_of(folder, name) | {"config": None} for folder in (left, right)]
-        same(*states)
+        same(*(state_of(folder, name) | {"config": None} for folder in (left, right)))
     same(best_of(left), best_of(right))
-    assert by_class(left) == by_class(right)
+    for name in ("validation.json", "test.json"):  # one of masks has none
+        found = [path.read_bytes() for folder in (left, right) for path in folder.glob(name)]
+        assert found[:1] == found[1:]
     assert timeless(lines(left)) == timeless(lines(right))
     assert timeless(rows(left)) == timeless(rows(right))
     ends = [status_of(folder) for folder in (left, right)]
@@ -147,6 +141,26 @@ def stop_after(patch: pytest.MonkeyPatch, steps: int, what) -> None:
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def stop(config: TrainConfig, steps: int) -> None:
+    """Stop a run by Ctrl-C in the given step."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, steps, interrupt)
+        with pytest.raises(Stopped, match=f"stopped after step {steps} "):
+            run(config)
+
+
+def assert_resumes(config: TrainConfig, folder: Path, steps: int) -> str:
+    """Assert that a run that is stopped in the given step and resumed ends as one that is not;
+    return what it said when it went on.
+    """
+    parts = replace(config, output=str(folder / "parts"))
+    stop(parts, steps)
+    said = run(replace(parts, resume=True))
+    run(replace(config, output=str(folder / "whole")))
+    assert_same_end(folder / "whole" / "small", folder / "parts" / "small")
+    return said
 
 
 def finished_run(output: Path, **options) -> Path:

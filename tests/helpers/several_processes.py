@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from visionattn.cli.exit_codes import run_tool
+from visionattn.training.config import TrainConfig
+from visionattn.training.distributed import joined
+from visionattn.training.engine import train
+
 
 @dataclass
 class Ended:
@@ -77,6 +82,24 @@ def run_processes(
         for rank in range(size)
     ]
     return [Ended(process.exitcode, *texts) for process, texts in zip(processes, read, strict=True)]
+
+
+def training(config: TrainConfig) -> Callable[[int], int]:
+    """The work of each process of a training."""
+
+    def tool():
+        with joined() as processes:
+            train(config, processes=processes)
+
+    return lambda rank: run_tool(tool, several=True)
+
+
+def train_on(size: int, config: TrainConfig, *, code: int = 0) -> list[Ended]:
+    """Train on so many processes, forked also where there is but one; the first alone speaks."""
+    ended = run_processes(size, training(config), Path(config.output) / "streams")
+    assert [each.code for each in ended] == [code] * size, "".join(each.err for each in ended)
+    assert all(each.out == each.err == "" for each in ended[1:])
+    return ended
 
 
 def _serve(answer: Connection) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -20,8 +21,9 @@ from visionattn.data.splits import SampleKey, Splits
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model
 from visionattn.models.weights import DataSpec
-from visionattn.training import engine
+from visionattn.training import engine, trainer
 from visionattn.training.config import OptimConfig, TrainConfig
+from visionattn.training.evaluate import Evaluation
 from visionattn.training.trainer import Trainer
 
 SPEC = DataSpec(1, 4, ("ne", "nw", "se", "sw"), (0.3,), (0.2,), None, 16)
@@ -45,9 +47,8 @@ class Quadrants(Dataset):
 
     def __getitem__(self, key: SampleKey) -> Item:
         px = key.geometry.img_size[0]
-        image = np.random.default_rng((self.seed, key.epoch, key.index)).integers(
-            0, 120, (px, px, 1)
-        )
+        draw = np.random.default_rng((self.seed, key.epoch, key.index))
+        image = draw.integers(0, 120, (px, px, 1))
         label, half = key.index % 4, px // 2
         rows = slice(half * (label // 2), half * (label // 2 + 1))
         columns = slice(half * (label % 2), half * (label % 2 + 1))
@@ -131,6 +132,21 @@ def same(left: Any, right: Any, path: str = "state") -> None:
             same(a, b, f"{path}[{i}]")
     else:
         assert left == right, f"{path}: {left} {right}"
+
+
+TESTED = Evaluation(29, 0.5, 0.5, None, 1.0, f1=0.25)
+
+
+def script(patch: pytest.MonkeyPatch, *results: Evaluation, test: Evaluation = TESTED) -> None:
+    """Replace the evaluations of the 23 validation images by these results, one after the other,
+    and those of the 29 test images by one result.
+    """
+    left = iter(results)
+
+    def scripted(model, batches, spec, **options):
+        return test if sum(len(batch.labels) for batch in batches) == 29 else next(left)
+
+    patch.setattr(trainer, "evaluate", scripted)
 
 
 def lines_of(config: TrainConfig) -> list[str]:

@@ -28,11 +28,15 @@ def write_table(folder: Path) -> Path:
         for name, x, there in zip(NAMES, own[:3], known[number], strict=True):
             row |= {name: int(x > 0.5) if there else "", f"light {name}": 100 + 7 * x}
         rows.append(row)
-    with open(folder / "labels.csv", "w", newline="") as file:
+    write_csv(folder / "labels.csv", rows)
+    return folder
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    return folder
 
 
 def rows_of(images: Path) -> list[dict]:

@@ -1,5 +1,5 @@
-"""Comparing cases: what is checked, what is measured, and what a row says when something is wrong.
-No test looks at a time.
+"""``visionattn benchmark``: what is checked, what is measured, what a row says when something is
+wrong, figures of the papers, and what the command refuses. No test looks at a time.
 """
 
 import sys
@@ -10,8 +10,10 @@ import torch
 from timm.models import create_model
 
 import visionattn.lab.case_comparison as compare
+import visionattn.lab.measure as measure
 import visionattn.lab.targets as targets
 import visionattn.ops as ops
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli.exit_codes import Failed
 from visionattn.lab.accuracy import disagreement
 from visionattn.lab.case_comparison import (
@@ -22,21 +24,15 @@ from visionattn.lab.case_comparison import (
     check_case,
     measure_together,
     ratios_of,
+    record_of,
     spread,
 )
 from visionattn.lab.cases import Case
-from visionattn.lab.compared_models import (
-    build_model,
-    identity_twin,
-    set_impl,
-    values_alone,
-)
+from visionattn.lab.compared_models import build_model, identity_twin, set_impl, values_alone
+from visionattn.lab.measure import attention_backends
+from visionattn.lab.papers import FIGURES, crossing, crossings, heads_table, milliseconds_of
 from visionattn.lab.targets import Target, measure_targets
-from visionattn.ops.kernelized import kernelized_attention as kernelized_room
-from visionattn.ops.kernelized import kernelized_eager as kernel_sums
 from visionattn.ops.position import joint_position
-from visionattn.ops.taylorshift import taylorshift_attention as taylorshift_room
-from visionattn.ops.taylorshift import taylorshift_eager as taylor_sums
 
 PLAN = MeasurementPlan(rounds=2, max_rounds=2, seconds=0, memory=False)
 
@@ -115,54 +111,32 @@ def test_a_wrong_gradient_is_found_where_the_backward_pass_is_timed(monkeypatch)
     assert "gradient of k differs" in check_case(replace(case, backward=True))
 
 
-@pytest.fixture
-def forms_that_ran(monkeypatch):
-    """The names of the forms that have run so far: of the sums over classes, of TaylorShift and of
-    kernelized attention.
-    """
-    ran = set()
-
-    def spy(module, name, note):
-        right = getattr(module, name)
-
-        def call(*given, **options):
-            result = right(*given, **options)
-            ran.add(note(result))
-            ran.discard(None)
-            return result
-
-        monkeypatch.setattr(module, name, call)
-
-    spy(joint_position, "direct_is_faster", lambda direct: "pairs" if direct else "tiles")
-    spy(taylor_sums, "linear_form", lambda form: form)
-    spy(kernel_sums, "form_taken", lambda form: form)
-    for attention in (kernelized_room, taylorshift_room):
-        spy(attention, "takes_pairs", lambda together: "matrix" if together else None)
-    return ran
-
-
 CHOOSING = [
-    # Seven classes of rows: tiles from 710 keys on.
-    (operation("kernelized+joint", "efficient"), {"pairs", "efficient"}),
-    (replace(operation("kernelized+joint", "efficient"), size=720), {"tiles", "efficient"}),
-    (replace(operation("taylorshift+joint", "direct"), size=720), {"matrix"}),
-    (replace(operation("taylorshift+joint", "direct"), size=2116), {"tiles", "direct"}),
-    (replace(operation("taylorshift"), size=3000), {"efficient"}),
-    (Case("model", "taylorshift_vit_t", 64), {"matrix"}),
-    (Case("model", "taylorshift_vit_t", 512, form="efficient"), {"tiles", "efficient"}),
+    (operation("kernelized+joint", "efficient"), "kernelized efficient"),
+    (replace(operation("taylorshift+joint", "direct"), size=720), "taylorshift direct"),
+    (replace(operation("taylorshift"), size=3000), "taylorshift efficient"),
+    (Case("model", "taylorshift_vit_t", 64, form="efficient"), "taylorshift efficient"),
 ]
 
 
-@pytest.mark.parametrize("case, wanted", CHOOSING, ids=lambda value: getattr(value, "label", None))
-def test_the_forms_that_are_timed_are_those_that_were_checked(forms_that_ran, case, wanted):
-    build(case)()
-    assert forms_that_ran == wanted
-    forms_that_ran.clear()
-    assert check_case(case) is None
-    sums = {"pairs", "tiles"}
-    assert forms_that_ran >= wanted
-    assert "matrix" in wanted or forms_that_ran & sums == wanted & sums
-    assert case.form == "auto" or forms_that_ran == wanted
+@pytest.mark.parametrize("case, form", CHOOSING, ids=lambda value: getattr(value, "label", None))
+def test_the_forms_that_are_timed_are_those_that_were_checked(case, form):
+    assert attention_backends(build(case)) == (form,)
+    assert form in attention_backends(lambda: check_case(case))
+
+
+def test_sums_over_classes_are_checked_as_they_run_at_the_size_of_the_case(monkeypatch):
+    """On rows of seven classes, pairs take longer than tiles from 710 keys on."""
+    right, direct = joint_position.direct_is_faster, set()
+    monkeypatch.setattr(
+        joint_position,
+        "direct_is_faster",
+        lambda *given: direct.add(right(*given)) or right(*given),
+    )
+    case = operation("kernelized+joint", "efficient")
+    for size in (case.size, 720):
+        direct.clear()
+        assert check_case(replace(case, size=size)) is None and direct == {size == case.size}
 
 
 FAILURES = {
@@ -258,9 +232,6 @@ def test_peak_memory_is_that_of_a_fresh_process(started_quickly):
 def test_every_figure_to_reach_is_in_the_table_with_its_bound():
     bounds = {f"{target.what}, {target.at}": target.reach for target in targets.targets()}
     assert len(bounds) == len(targets.targets()) == 37
-    assert bounds["efficient TaylorShift forward / SDPA, N = 16384, d = 32"] == "0.12"
-    assert bounds["scaleformer_vit_s forward / vit_small_patch16_224, 2048 px"] == "0.16"
-    assert sum(reach == "1.8 to 2.1" for reach in bounds.values()) == 14
     assert {target.at for target in targets.choose("identity.*2048 px")} == {"2048 px"}
     assert [target.case.form for target in targets.choose("DIRECT")] == ["direct"]
     for target in targets.choose("bytes kept"):  # the name exists, and so does its form
@@ -291,9 +262,6 @@ def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(mon
         (["sdpa", "kernelized efficient", "taylorshift efficient"], 5, 30, 2.0),
         (["sdpa", "kernelized efficient"], 5, 30, 2.0),
     ]
-    for px, rounds in ((1024, 5), (2048, 3)):
-        list(measure_targets([target_of(Case("model", "scaleformer_vit_s", px))]))
-        assert runs.pop()[1:] == (rounds, 30, 0.0)
 
 
 def test_figures_are_measured_and_what_cannot_be_says_why():
@@ -310,3 +278,191 @@ def test_figures_are_measured_and_what_cannot_be_says_why():
 def test_memory_is_related_to_the_inputs_after_the_output_is_taken_off(monkeypatch):
     monkeypatch.setattr(targets, "case_peak_bytes", lambda case: 7 * 4 * 3 * 77 * 8)
     assert targets.memory_over_inputs(operation("taylorshift", "efficient")) == 2.0
+
+
+SMALL = words("--rounds 1 --seconds 0 --no-memory")
+
+
+main = load_tool("benchmark")
+
+
+def test_the_printed_rows_are_written_with_what_they_depend_on(tmp_path, capsys):
+    csv, plot, before = tmp_path / "rows.csv", tmp_path / "rows.png", torch.get_num_threads()
+    named = "operations kernelized relative+causal sdpa --width 8 --tokens 77 45 --horizon 0"
+    files = words("--csv {} --plot {} --threads 3 --backward", csv, plot)
+    assert main([*words(named), *SMALL, *files]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert printed.err == "" and "cpu, 3 threads" in lines[0] and "torch " in lines[0]
+    assert torch.get_num_threads() == before
+    labels = ["kernelized efficient", "relative+causal efficient", "sdpa"]
+    cells = [line.strip("| ").split(" | ") for line in lines[4:]]
+    assert [row[:2] for row in cells] == [[label, n] for n in ("77", "45") for label in labels]
+    rows = read_csv(csv)
+    assert [row["case"] for row in rows] == 2 * labels
+    assert {(row["status"], row["baseline"], row["pass"]) for row in rows} == {
+        ("ok", "sdpa", "forward+backward")
+    }
+    assert all(float(row["kept_bytes"]) > 0 and row["peak_bytes"] == "" for row in rows)
+    assert rows[0]["command"].startswith("visionattn benchmark operations kernelized")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main([*words(named), *SMALL, "--csv", str(csv)]) == 2
+    assert f"{csv} exists; pass --overwrite to replace it" in capsys.readouterr().err
+
+
+def test_models_are_compared_with_twin_and_timm(capsys):
+    names = ["scaleformer_vit_t", "scaleformer_vit_t+identity", "vit_tiny_patch16_224+eager"]
+    flags = ["models", *names, "--img-size", "32", *SMALL]
+    assert main([*flags, "--baseline", "vit_tiny_patch16_224+eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()[4:]
+    assert [line.split(" | ")[0] for line in lines] == [f"| {name}" for name in names]
+    assert all(line.endswith(" ok |") for line in lines) and " | 1 | 1 | 1 | " in lines[2]
+
+
+def test_some_of_the_figures_to_reach_are_printed(tmp_path, capsys):
+    kept = tmp_path / "targets.csv"
+    assert main(["targets", "--only", "kept.*kernelized efficient", "--csv", str(kept)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and "| 1.8 to 2.1 | 1.996 |  |  | yes |" in lines[4]
+    (row,) = read_csv(kept)
+    assert row["met"] == "yes" and row["command"].startswith("visionattn benchmark targets --only")
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figures_are_drawn_and_their_rows_written(tmp_path, capsys, monkeypatch, figure):
+    def peak_here(case, device, warm):
+        return measure.peak_bytes(compare.build(case))
+
+    monkeypatch.setattr(compare, "case_peak_bytes", peak_here)
+    path = tmp_path / f"{figure}.csv"
+    assert main(["papers", figure, "--quick", "--csv", str(path)]) == 0
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    rows = read_csv(path)
+    assert len(rows) >= 4 and {row["status"] for row in rows} == {"ok"}
+    assert capsys.readouterr().out.count("\n| ") >= len(rows)
+
+
+BAD_FLAGS = {
+    "": "expected one of operations, models, targets, papers, loader, gpu, got ''",
+    "figures": "got 'figures'",
+    "operations": "nothing to measure",
+    "operations sdqa": "operation 'sdqa': expected one of sdpa, eager",
+    "operations sdpa+joint": "sdpa has no option 'joint'; expected causal",
+    "operations kernelized+joint+axial": "expected at most one relative position",
+    "operations kernelized+relu+favor": "expected at most one feature map",
+    "models scaleformer_vit_q": "taylorshift_vit_s), got 'scaleformer_vit_q'",
+    "models vit_tiny_patch16_224+identity": "identity needs a model of visionattn",
+    "models scaleformer_vit_t+eager": "eager needs a timm vit_*",
+    "models scaleformer_vit_t+heads=none": "expected options identity, eager or heads=NUMBER",
+    "models scaleformer_vit_t+heads=5": "expected num_heads that divides the width 192",
+    "models vit_tiny_patch16_224+heads=5": "cannot be built as a vision transformer: dim should",
+    "models resnet18": "resnet18 cannot be built as a vision transformer: ",
+    "models swin_tiny_patch4_window7_224": "expected a plain vision transformer of timm or visiona",
+    "models vit_tiny_r_s16_p8_224": "expected a plain vision transformer of timm or visionattn",
+    "models scaleformer_vit_t --img-size 65": "is not a whole number of 16-pixel patches",
+    "operations sdpa --baseline eager": "baseline eager: expected one of the cases: sdpa",
+    "operations sdpa --tokens 0": "tokens must be at least 1, got 0",
+    "operations sdpa --tokens 99999999999999": "its inputs need ",
+    "operations relative --horizon -1": "horizon must be at least 0, got -1",
+    "operations sdpa --dtype int8": "dtype",
+    "operations sdpa --seconds -1": "seconds must be at least 0, got -1",
+    "operations sdpa --device cuda:99": "device 'cuda:99' is not available",
+    "operations sdpa --csv nowhere/rows.csv": "nowhere for rows.csv",
+    "operations sdpa --plot rows.csv": "expected --plot to end in .png, got rows.csv",
+    "papers crossover --csv crossover.png": "expected --csv to end in .csv, got crossover.png",
+    "operations sdpa eager --form direct": "form has no effect, because sdpa, eager have no forms",
+    "operations sdpa --img-size 64": "unknown option --img-size",
+    "targets --only nothing": "matches none of 37 rows",
+    "papers five": "figure must be one of crossover",
+    "papers crossover --csv nowhere/a.csv": "nowhere for a.csv",
+    "gpu": "expected a GPU for PyTorch",
+    "gpu all": "unrecognized arguments: all; --help lists the options",
+    "gpu --only nothing": "rows; first: 'kernelized forward d = 64",
+    "gpu --minutes -1": "--minutes must be at least 0, got -1",
+    "gpu --csv nowhere/rows.csv": "nowhere for rows.csv",
+    "loader digitz": "data.name must be one of digits, digits_pixel, canvas",
+    "loader nowhere.yaml": "no configuration file at nowhere.yaml",
+    "loader folder+root=nowhere": "nowhere",
+    "loader digits+augment=three": "augment three is not available for digits",
+    "loader digits+workers=3": "digits+workers=3: workers is set by --workers",
+    "loader digits+light": "expected an option such as augment=none, one of task, root, labels",
+    "loader canvas --img-size 64 40": "canvas of 40 pixels is too small",
+    "loader digits --workers -1": "workers must be at least 0, got -1",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_bad_input_ends_with_one_line_and_code_2(tmp_path, capsys, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(flags.split()) == 2
+    assert_one_error(capsys, BAD_FLAGS[flags])
+    assert list(tmp_path.iterdir()) == []
+
+
+def rows_of(sizes, direct, efficient):
+    """Records of both forms of TaylorShift."""
+    return [
+        record_of(CaseResult(Case("operation", "taylorshift", n, 8, form=form, heads=3),
+                      samples=[y], peak_bytes=peak))
+        for n, *values in zip(sizes, direct, efficient, strict=True)
+        for form, y, peak in zip(("direct", "efficient"), values, (n << 14, n << 15), strict=True)
+    ]  # fmt: skip
+
+
+SIZES = [16, 32, 64, 128, 256, 512]
+
+
+@pytest.mark.parametrize(
+    ("places", "direct", "expected"),
+    [
+        (slice(1, None), lambda n: n**2 / 100, 100),
+        # Above at 32 tokens only, and for good from 100 on.
+        (slice(None), lambda n: {16: 8, 32: 640}.get(n, n**2 / 100), 100),
+        (slice(1, 3), lambda n: n**2 / 100, "none up to 64"),
+        (slice(3, None), lambda n: n**2 / 100, "below 128"),
+        (slice(0), float, "-"),
+    ],
+)
+def test_a_crossing_lies_where_two_power_laws_meet(places, direct, expected):
+    sizes = SIZES[places]
+    found = crossing(rows_of(sizes, map(direct, sizes), map(float, sizes)), milliseconds_of)
+    assert found == expected if isinstance(expected, str) else found == pytest.approx(expected)
+
+
+def test_crossings_stand_beside_the_published_ones_and_are_marked():
+    sizes = [64, 128, 256, 512]
+    rows = rows_of(sizes, [n**2 for n in sizes], [100 * n for n in sizes])
+    lost = CaseResult(
+        Case("operation", "taylorshift", 1024, 8, form="direct"), status="out of memory"
+    )
+    (record,) = crossings([*rows, record_of(lost)])
+    assert record == {
+        "d": 8,
+        "N0 published": 73,
+        "N0 measured (time)": "100",
+        "N1 published": 47,
+        "N1 measured (memory)": "none up to 512",
+    }
+    time, memory = FIGURES["crossover"].charts(rows)
+    assert [mark.text for mark in time.marks] == [
+        "equal at 73, published",
+        "equal at 100, measured",
+    ]
+    assert [mark.text for mark in memory.marks] == ["equal at 47, published"]
+    (time,) = FIGURES["crossover"].charts([row | {"peak_bytes": 1 << 20} for row in rows])
+    assert time.title == "Head width 8: time of a forward pass"
+
+
+def test_head_counts_stand_beside_the_published_ones():
+    cases = [
+        Case("model", "taylorshift_vit_pixel+heads=16", 32, form=form, batch=16)
+        for form in ("direct", "efficient")
+    ]
+    rows = [
+        CaseResult(cases[0], samples=[2], peak_bytes=5 << 20),
+        CaseResult(cases[1], status="out of memory"),
+    ]
+    (record,) = heads_table([record_of(row) for row in rows])
+    assert record["d"] == 16 and record["direct images/s"] == "8" and record["direct MiB"] == "5"
+    assert record["efficient images/s"] is None and record["published efficient images/s"] == 9713

@@ -3,12 +3,10 @@
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.helpers.report_folders import sweep_rows
-from visionattn.lab.charts import MOST_POINTS, Chart, Mark, Series, SeriesStyle, png, short, svg
+from visionattn.lab.charts import MOST_POINTS, Chart, Mark, Series, SeriesStyle, png, svg
 from visionattn.lab.figures import heads_of, sizes_of, slope_of
 
 
@@ -79,18 +77,6 @@ def test_names_failures_and_marks_stand_in_the_legend():
         assert not chart.empty and ">out of memory</text>" in svg(chart, "c")
 
 
-def test_an_svg_has_the_colours_of_the_page_and_no_style_of_its_own():
-    text, other = (svg(Chart("T", "x", "y", line([1, 2], [3.0, 4.0])), name) for name in "cd")
-    assert "var(--series-0)" in text and "var(--ink)" in text and "#1e00" not in text
-    assert "<style" not in text and "<metadata" not in text and "font-family" not in text
-    names, others = (set(re.findall(r' id="([^"]+)"', each)) for each in (text, other))
-    used = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
-    assert names and not names & others and {"".join(each) for each in used} <= names
-    values = [0, 0.25, 12345.678, 0.00001, 3e9, -2.5]
-    texts = ["0", "0.25", "12,346", "1e−05", "3e+09", "−2.5"]
-    assert [short(value) for value in values] == texts
-
-
 def test_slopes_are_of_the_larger_half_of_the_sizes():
     sizes = [32, 64, 128, 256, 512]
     assert slope_of(sizes, [7.0, 7.0, *(1e-6 * n**2 for n in sizes[2:])]) == pytest.approx(2)
@@ -118,9 +104,7 @@ def test_rows_of_a_benchmark_become_lines_with_their_growth(tmp_path):
     sdpa, chosen, efficient = (series.look for series in time.series)
     assert sdpa.colour != chosen.colour == efficient.colour and chosen.shape != efficient.shape
     png(tmp_path / "a.png", [time, memory, Chart("none", "x", "y")], title="T", notes=["here"])
-    pixels = np.array(Image.open(tmp_path / "a.png").convert("L"))
-    down, right = pixels.shape
-    assert (pixels[down * 2 // 3 :, right // 2 :] == 255).all()  # no fourth chart
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_of_a_sweep_become_means_over_seeds():

@@ -26,13 +26,11 @@ ROOT = Path(__file__).parents[2]
 ONE = "direct TaylorShift forward d"
 
 
-@pytest.fixture
-def main():
-    return load_tool("benchmark")
+main = load_tool("benchmark")
 
 
 @interpreted
-def test_a_row_is_checked_then_timed_and_written(main, tmp_path, capsys):
+def test_a_row_is_checked_then_timed_and_written(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     assert main(["gpu", "--rehearse", "--only", ONE, "--rows", str(out)]) == 0
     about, row = read_lines(out)
@@ -47,7 +45,7 @@ def test_a_row_is_checked_then_timed_and_written(main, tmp_path, capsys):
 
 
 @interpreted
-def test_a_wrong_result_has_no_time_and_ends_with_code_4(main, tmp_path, capsys, monkeypatch):
+def test_a_wrong_result_has_no_time_and_ends_with_code_4(tmp_path, capsys, monkeypatch):
     right = gpu_operations.operation_of
 
     def faulty(case, bench, impl="triton"):
@@ -100,12 +98,11 @@ def test_the_table_has_what_it_is_for_and_floors_are_counted():
         chosen("nothing of this name")
     ceilings = Ceilings(bytes_per_second=1e12, operations_per_second=1e14)
     # Bytes: 4 tensors of 2 x 6 heads in 2 bytes. Operations: 2 products of all pairs.
-    linear, direct = (
-        operation("kernelized", 65_536, 64),
-        operation("taylorshift", 4096, 64, "direct"),
-    )
-    assert ceilings.floor_seconds(linear) == pytest.approx(4 * 2 * 12 * 65_536 * 64 / 1e12)
-    assert ceilings.floor_seconds(direct) == pytest.approx(2 * 2 * 12 * 4096**2 * 64 / 1e14)
+    for case, seconds in (
+        (operation("kernelized", 65_536, 64), 4 * 2 * 12 * 65_536 * 64 / 1e12),
+        (operation("taylorshift", 4096, 64, "direct"), 2 * 2 * 12 * 4096**2 * 64 / 1e14),
+    ):
+        assert ceilings.floor_seconds(case) == pytest.approx(seconds)
 
 
 def test_all_rows_have_the_same_columns_whatever_was_measured():
@@ -146,19 +143,18 @@ def test_the_summary_is_short_and_says_what_failed(tmp_path):
     log.write_text("tests/kernels/test_a.py::test_b[c d] PASSED [ 50%]\n")
     add_line(tmp_path / "rows.jsonl", row | {"x_sdpa": 2.0, "reached": "reached 2 x_sdpa of 1"})
     lines, good = summary(tmp_path, ["compile: done"])
-    assert good and lines[1:4] == [
+    assert good and lines[1:5] == [
         "gpu NVIDIA H100, torch 2.11",
         "compile: done",
         "tests: 1 passed",
+        "kernelized, d = 64: 1 ms, 2 x sdpa; reached 2 x_sdpa of 1",
     ]
-    assert lines[4] == "kernelized, d = 64: 1 ms, 2 x sdpa; reached 2 x_sdpa of 1"
     log.write_text("tests/kernels/test_a.py::test_b FAILED [ 50%]\n")
     for _ in range(80):
         add_line(tmp_path / "rows.jsonl", row | {"seconds": None, "status": "wrong: " + "x" * 300})
     lines, good = summary(tmp_path, [])
     assert not good and "FAILED tests/kernels/test_a.py::test_b" in lines
-    assert len(lines) == MOST_LINES and sum(len(line) + 1 for line in lines) < 12_000
-    assert "more lines: see rows.jsonl" in lines[-2]
+    assert len(lines) == MOST_LINES and "more lines: see rows.jsonl" in lines[-2]
 
 
 BLOCKED = tuple(
@@ -213,13 +209,3 @@ def test_other_rows_of_each_kernel_are_checked_and_timed(monkeypatch):
     monkeypatch.setattr(launch_tuning, "check", lambda *given: ("wrong: error", 1.0))
     first = next(launch_tuning.tune("kernelized", 40, 16, "efficient", bench))
     assert first.startswith("kernelized ") and first.endswith("wrong: error")
-
-
-def test_sizes_are_halved_and_doubled_and_one_stage_stays_one():
-    row = {"d": 64, "e": 64, "bits": 16, "BLOCK_N": 16, "PAIRS": 2, "num_warps": 4}
-    own, *others = launch_tuning.trials(row | {"num_stages": 1})
-    changed = [(name, other[name]) for other in others for name in row if other[name] != own[name]]
-    wanted = [("BLOCK_N", 32), ("PAIRS", 1), ("PAIRS", 4), ("num_warps", 2), ("num_warps", 8)]
-    assert changed == wanted
-    stages = {other["num_stages"] for other in launch_tuning.trials(row | {"num_stages": 3})}
-    assert stages == {2, 3, 4}

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from torch.utils.data import Dataset
 
-from tests.helpers.image_files import encoded, write_classes
-from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
+from tests.helpers.image_files import write_classes
+from tests.helpers.tools import load_tool, read_csv, words
 from visionattn.data.batches import Item
 from visionattn.data.data_config import DataConfig
 from visionattn.data.splits import Splits
@@ -57,9 +56,7 @@ def source_of(dataset):
     return LoaderSource("slow", config, Splits(dataset, dataset, None, SPEC))
 
 
-@pytest.fixture(scope="module")
-def main():
-    return load_tool("benchmark")
+main = load_tool("benchmark")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -97,12 +94,7 @@ def test_speed_is_images_over_the_seconds_of_the_batches_that_count():
     assert [row["images_per_second_median"] for row in rows] == [4, 4, 12]
     assert [row["ratio_median"] for row in rows] == [1, 1, 3]
     assert rows[1]["megabytes_per_second_median"] == pytest.approx(4 * 36e-6)
-    assert [(row["rounds"], row["images"], row["baseline_workers"]) for row in rows] == [
-        (3, 60, 0),
-        (3, 60, 0),
-        (3, 180, 0),
-    ]
-    assert multiprocessing.active_children() == []
+    assert [(row["rounds"], row["images"]) for row in rows] == [(3, 60), (3, 60), (3, 180)]
 
 
 def test_the_first_batch_does_not_count_and_epochs_follow_each_other():
@@ -110,12 +102,8 @@ def test_the_first_batch_does_not_count_and_epochs_follow_each_other():
     case = LoaderCase(source_of(dataset), 0, 7, None)
     reading = read_batches(case, 30.0, 5, clock=lambda: dataset.now)
     assert (reading.images, reading.seconds) == (9 * 7, 9 * 3.5)
-    assert reading.megabytes == 9 * 7 * 36 / 1e6
     assert len({index for epoch, index in dataset.asked if epoch == 5}) == 63
     assert sum(epoch == 6 for epoch, _ in dataset.asked) == 7
-    dataset.asked.clear()
-    measure_loaders([case, case], rounds=2, seconds=0.0, clock=lambda: dataset.now)
-    assert {epoch for epoch, _ in dataset.asked} == {0, 1, 2, 3}  # each turn takes another one
 
 
 def test_sources_are_named_as_trainings_name_them(tmp_path, monkeypatch):
@@ -132,44 +120,9 @@ def test_sources_are_named_as_trainings_name_them(tmp_path, monkeypatch):
     assert LoaderCase(mixed, 1, 3, 96).data.img_size_choices is None
 
 
-def test_an_unreadable_image_ends_with_its_path_or_is_left_out(main, tmp_path, capsys):
-    write_classes(tmp_path / "train", {"bird": 6, "cat": 6})
-    write_classes(tmp_path / "val", {"bird": 1, "cat": 1})
-    (tmp_path / "train" / "cat" / "3.png").write_bytes(encoded(120)[:40])
-    data, *flags = words("folder+root={} --img-size 16 --workers 0 --batch 3", tmp_path)
-    assert main(["loader", data, *flags, *QUICK]) == 2
-    printed = capsys.readouterr().err
-    assert "cannot read image" in printed and "3.png" in printed and printed.count("\n") == 1
-    with pytest.warns(UserWarning, match="skipped unreadable image"):
-        assert main(["loader", f"{data}+on_error=skip", *flags, *QUICK]) == 0
-
-
-BAD_FLAGS = {
-    "digitz": "data.name must be one of digits, digits_pixel, canvas",
-    "nowhere.yaml": "no configuration file at nowhere.yaml",
-    "folder+root=nowhere": "nowhere",
-    "digits+augment=three": "augment three is not available for digits",
-    "digits+workers=3": "digits+workers=3: workers is set by --workers",
-    "digits+light": "expected an option such as augment=none, one of task, root, labels",
-    "canvas --img-size 64 40": "canvas of 40 pixels is too small",
-    "digits --workers -1": "workers must be at least 0, got -1",
-}
-
-
-def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for flags, part in BAD_FLAGS.items():
-        assert main(["loader", *flags.split()]) == 2
-        assert_one_error(capsys, part)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_printed_rows_are_written(main, tmp_path, capsys):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for index in range(3):
-            Image.new("RGB", (60, 40), (9, 9, 99)).save(tmp_path / name / f"{index}.jpg")
-    data, file = f"folder+root={tmp_path}+fit=stretch", tmp_path / "a.csv"
+def test_the_printed_rows_are_written(tmp_path, capsys):
+    write_classes(tmp_path / "root", {"bird": 3, "cat": 3})
+    data, file = f"folder+root={tmp_path / 'root'}+fit=stretch", tmp_path / "a.csv"
     flags = words("--img-size 64 --workers 0 --batch 2 --csv {}", file)
     assert main(["loader", data, *flags, *QUICK]) == 0
     lines, rows = capsys.readouterr().out.splitlines(), read_csv(file)

@@ -10,13 +10,9 @@ from visionattn.lab.measure import (
     attention_backends,
     bytes_kept,
     count_flops,
-    flops_of,
     interleaved_seconds,
     warm_up,
 )
-from visionattn.ops.attention_sums import product
-from visionattn.ops.position.axial_position import axis_sums
-from visionattn.ops.position.position_scores import relative_scores
 
 
 def test_flops_of_a_block_are_those_worked_out_by_hand():
@@ -85,40 +81,6 @@ def test_bytes_kept_count_each_storage_once_and_leave_out_what_is_named():
     assert bytes_kept(lambda: x @ weight, without=[weight]) == 4 * 7 * 11
     assert bytes_kept(lambda: (x @ weight, x * x)) == both
     assert bytes_kept(lambda: x[:2] @ weight) == both  # a view keeps its whole storage
-
-
-def both_ways(function, **shapes):
-    """Operations of ``function`` of tensors of these shapes, which are not computed: of the
-    forward, and of the backward pass.
-    """
-    tensors = {
-        name: torch.empty(shape, device="meta", requires_grad=True)
-        for name, shape in shapes.items()
-    }
-    forward = flops_of(lambda: function(**tensors))
-    return forward, flops_of(lambda: function(**tensors).sum().backward()) - forward
-
-
-def test_flops_of_the_sums_over_rows_are_those_worked_out_by_hand():
-    keys = torch.empty(2, 5, device="meta")
-    # Of 15 classes 11 occur on 5 rows, one more on each side.
-    for horizon, classes in ((2, 5), (7, 11)):
-        shapes = {"q": (2, 3, 5, 9, 7), "table": (3, 2 * horizon + 1, 7), "v": (2, 3, 5, 9, 4)}
-        forward, backward = both_ways(
-            lambda q, table, v: axis_sums(q, table, v, keys, None)[0], **shapes
-        )
-        each = 2 * 2 * 3 * 5 * 9 * classes
-        assert forward == each * (7 + 4 + 1)  # weight, values and mass of each class
-        assert backward == each * (3 * 7 + 2 * 4 + 1)
-
-
-def test_flops_of_relative_scores_are_those_of_the_classes_that_can_be_reached():
-    assert both_ways(product, x=(2, 3, 11, 7), y=(7, 5)) == (4620, 9240)
-    # On 5 x 9: 9 rows, 17 columns at most.
-    for horizons, classes in (((1, 2), 3 * 5), ((9, 1), 9 * 3), ((2, 40), 5 * 17)):
-        shapes = {"q": (2, 3, 5, 9, 7), "table": (3, 2 * horizons[0] + 1, 2 * horizons[1] + 1, 7)}
-        forward, backward = both_ways(lambda q, table: relative_scores(q, table, 5, 9), **shapes)
-        assert (forward, backward) == (2 * 2 * 3 * 45 * classes * 7, 2 * forward)
 
 
 @pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])

@@ -2,24 +2,20 @@
 it is typed.
 """
 
-import json
 import math
 import pickle
-import subprocess
 import sys
 from dataclasses import asdict, replace
 
 import pytest
 import timm
 import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.oracles import peak_bytes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
-from visionattn.cli import fresh_process
 from visionattn.cli.exit_codes import Failed
 from visionattn.lab.cases import PRECISIONS, Case
-from visionattn.lab.figures import memory_of, slope
+from visionattn.lab.figures import memory_of
 from visionattn.lab.model_step import bytes_of
 from visionattn.lab.profile import memory_profile
 from visionattn.lab.profile.memory_cells import PARTS, measure, measure_here, place, warm_step
@@ -42,27 +38,6 @@ def step_at(case: Case):
     return step
 
 
-def allocated_at_most(case: Case) -> int:
-    """What PyTorch's allocator has handed out at most during a pass: the same on every
-    processor.
-    """
-    level = most = 0
-    step = step_at(case)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step.run()
-    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
-    found = []
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-    for _, size in sorted(found, key=lambda event: event[0]):
-        level += size
-        most = max(most, level)
-    return most
-
-
 @pytest.mark.parametrize(
     ("model", "form", "sizes", "least", "most"),
     [
@@ -71,54 +46,11 @@ def allocated_at_most(case: Case) -> int:
     ],
 )
 def test_memory_grows_with_the_tokens_of_ours_and_with_their_square_in_eager_attention(
-    model, form, sizes, least, most, monkeypatch
+    model, form, sizes, least, most
 ):
-    """One thread: slices in cache are as many as there are threads, and each takes memory."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     cases = [Case("model", model, px, depth=1, form=form) for px in sizes]
-    small, large = map(allocated_at_most, cases)
-    torch.set_num_threads(before)
+    small, large = (peak_bytes(step_at(case).run) for case in cases)
     assert least < large / small < most
-
-
-LIBRARY = """
-import json, sys, torch
-from visionattn.lab.model_step import ModelStep
-from visionattn.lab.profile import memory_cells
-
-kept = {}
-
-def run(self):
-    tokens = (self.images.shape[-1] // 16) ** 2
-    if sys.argv[1] == "first large" and tokens > 64:
-        kept.setdefault("packed matrices", torch.ones(1 << 20))
-    if sys.argv[1] == "each size":
-        kept.setdefault(tokens, torch.ones(1 << 20))
-    torch.ones(tokens, 4096)
-
-ModelStep.run = run
-print(json.dumps(memory_cells.measure_here(**json.load(sys.stdin))))
-"""
-"""A pass of 16 KiB a patch, under a library that keeps 4 MiB from its first large call on, or from
-its first at each size.
-"""
-
-
-@linux
-@pytest.mark.parametrize("library", ["first large", "each size"])
-def test_what_a_library_keeps_does_not_count_as_growth(started_quickly, library):
-    points = []
-    for px in (512, 736):
-        told = {"case": asdict(replace(TINY, size=px)), "device": "cpu"}
-        told |= {"budget_bytes": None, "threads": 1}
-        given = dict(input=json.dumps(told), capture_output=True, text=True)
-        given["env"] = fresh_process.environment(returning=True)
-        command = [sys.executable, "-c", LIBRARY, library]
-        found = json.loads(subprocess.run(command, check=True, **given).stdout)
-        points.append(((px // 16) ** 2, found["above_bytes"]))
-        assert points[-1][1] == pytest.approx(points[-1][0] * 4 * 4096, abs=1 << 20)
-    assert slope(points) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bfloat16", 2), ("amp_fp16", 4)])
@@ -136,15 +68,6 @@ def test_parameters_gradients_and_optimizer_state_are_the_bytes_of_their_tensors
     assert bytes_of(step.gradients()) == size * (count + 9 * 192)
     state = 2 * size * count + 4 * len(tensors)
     assert bytes_of(step.optimizer_state()) == state
-
-
-def test_a_checkpointed_block_keeps_its_input_alone():
-    def saved(depth: int, checkpointing: bool) -> int:
-        case = replace(BACKWARD, size=80, depth=depth, checkpointing=checkpointing)
-        return step_at(case).saved_bytes()
-
-    assert saved(2, True) - saved(1, True) == (25 + 1) * 192 * 4
-    assert saved(2, False) - saved(1, False) > 10 * 26 * 192 * 4
 
 
 @linux

@@ -27,7 +27,6 @@ from visionattn.lab.sweep.head_grid import (
     Network,
     SweepCell,
     SweepPlan,
-    attention_of,
     make_networks,
     make_plan,
     model_of,
@@ -228,11 +227,7 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path, start
     os.killpg(process.pid, signal.SIGINT)
     said = "stopped; the same command resumes with the remaining trainings\n"
     assert process.communicate(timeout=600)[1] == said and process.returncode == 130
-    lines = (fakes.output / "endings.jsonl").read_text().splitlines()
-    ended = {line["name"]: line["columns"] for line in map(json.loads, lines)}
-    assert {name: each["reason"] for name, each in ended.items()} == dict.fromkeys(
-        names[:2], "stopped after step 3"
-    )
+    assert (fakes.output / "endings.jsonl").read_text().count('"stopped after step 3"') == 2
     fakes.calls()
     (tmp_path / "acts").write_text("{}")
     fakes("2 4 8")
@@ -251,11 +246,10 @@ def test_a_folder_of_another_training_or_with_other_things_is_refused_and_kept(t
     assert fakes.calls() == [[cell(2)]]
     fakes.output = tmp_path / "other"
     fakes.output.mkdir()
-    for name in ("thesis.txt", "base.yaml"):  # the latter also with a folder of runs
-        (fakes.output / name).write_text("all of it")
-        with pytest.raises(ValueError, match="expected an empty folder or a sweep"):
-            fakes("2 --overwrite")
-    assert sorted(written(fakes.output)) == ["base.yaml", "thesis.txt"]
+    (fakes.output / "base.yaml").write_text("all of it")
+    with pytest.raises(ValueError, match="expected an empty folder or a sweep"):
+        fakes("2 --overwrite")
+    assert written(fakes.output) == {"base.yaml": b"all of it"}
 
 
 def test_a_damaged_status_is_none(tmp_path):
@@ -340,25 +334,22 @@ def test_a_sweep_runs_from_end_to_end_and_a_repeated_one_does_nothing(tmp_path, 
         sweep(argv, lines.append, train=started("train"))
     (table,) = markdown_tables("\n".join(lines))
     assert [row["form"] for row in table] == ["direct", "efficient"]
-    ratios = [row["training step, img/s over direct"] for row in table]
-    assert ratios[0] == "1" and float(ratios[1]) > 0
-    rows = read_csv(tmp_path / "sweep" / "cells.csv")
-    assert [row["trained_form"] for row in rows] == ["efficient"] * 2
-    for row in rows:
-        assert row["status"] == "finished" and row["test_images"] == "359" and row["tokens"] == "16"
+    assert float(table[1]["training step, img/s over direct"]) > 0
+    for row in read_csv(tmp_path / "sweep" / "cells.csv"):
+        assert row["trained_form"] == "efficient" and row["status"] == "finished"
+        assert row["test_images"] == "359" and row["command"].startswith("visionattn sweep --base")
         for key in words("test_accuracy parameters flops train_seconds cell_seconds attempts"):
             assert float(row[key]) > 0, key
         for name in ("inference", "training"):
             assert row[f"{name}_status"] == "ok" and int(row[f"{name}_peak_bytes"]) >= 0
             assert float(row[f"{name}_images_per_second"]) > 0
             assert row[f"{name}_backend"] == f"taylorshift {row['form']}"
-        assert row["measure_batch"] == "3" and row["command"].startswith("visionattn sweep --base")
     assert len((tmp_path / "sweep" / "sweep.png").read_bytes()) > 10_000
-    kept = {name: (tmp_path / "sweep" / name).read_bytes() for name in cell_trainings.KEPT}
-    again = []
-    sweep(argv, again.append, train=("false",))
-    assert markdown_tables("\n".join(again)) == [table]
-    assert kept == {name: (tmp_path / "sweep" / name).read_bytes() for name in kept}
+    kept = written(tmp_path / "sweep")
+    sweep(argv, lines.append, train=("false",))
+    assert markdown_tables("\n".join(lines)) == [table] * 2
+    after = written(tmp_path / "sweep")
+    assert all(kept[name] == after[name] for name in cell_trainings.KEPT)
 
 
 def small_plan(**args):
@@ -367,10 +358,22 @@ def small_plan(**args):
     return make_plan(SweepConfig(base="", heads=[3, 6], form=["efficient"]), base)
 
 
-def ask_here(function, given, what, returning=True):
-    """Stand in for a fresh process."""
-    assert returning == (function is network_costs.measure_memory)
-    return function(**json.loads(json.dumps(given)))
+class Here:
+    """Stands in for fresh processes: memory is 7 bytes or an error for a head count, and passes are
+    timed in this process.
+    """
+
+    def __init__(self, **errors):
+        self.errors, self.asked = errors, []
+
+    def __call__(self, function, given, what, returning=True):
+        self.asked.append(function.__name__)
+        assert returning == (function is network_costs.measure_memory)
+        if not returning:
+            return function(**json.loads(json.dumps(given)))
+        if error := self.errors.get(f"h{given['model']['args']['num_heads']}"):
+            raise error
+        return {"peak_bytes": 7, "backend": "a"}
 
 
 def measured(plan, folder, **options):
@@ -396,15 +399,7 @@ def test_ratios_of_speed_are_taken_round_by_round(monkeypatch):
 
 def test_what_does_not_fit_or_fails_is_a_status_and_the_others_are_timed(monkeypatch, tmp_path):
     for error, status in ((torch.OutOfMemoryError("x"), "oom"), (Failed("x: no"), "failed")):
-
-        def ask(function, given, what, returning=True, error=error):
-            if function is network_costs.measure_memory:
-                if given["model"]["args"]["num_heads"] == 3:
-                    raise error
-                return {"peak_bytes": 7, "backend": "a"}
-            return ask_here(function, given, what, returning)
-
-        monkeypatch.setattr(network_costs, "ask", ask)
+        monkeypatch.setattr(network_costs, "ask", Here(h3=error))
         broken, whole = measured(small_plan(), tmp_path / status)
         assert broken["training_status"] == status
         assert "training_images_per_second" not in broken
@@ -419,12 +414,7 @@ def test_networks_that_do_not_fit_together_are_out_of_memory(monkeypatch, tmp_pa
             raise torch.OutOfMemoryError("full")
         return make_step(**given)
 
-    def ask(function, given, what, returning=True):
-        if function is network_costs.measure_memory:
-            return {"peak_bytes": 7, "backend": "a"}
-        return ask_here(function, given, what, returning)
-
-    monkeypatch.setattr(network_costs, "ask", ask)
+    monkeypatch.setattr(network_costs, "ask", Here())
     monkeypatch.setattr(network_costs, "make_step", full)
     fits, other = measured(small_plan(), tmp_path)
     assert fits["training_status"] == "ok" and fits["training_images_per_second"] > 0
@@ -432,31 +422,16 @@ def test_networks_that_do_not_fit_together_are_out_of_memory(monkeypatch, tmp_pa
 
 
 def test_memory_is_kept_at_once_before_any_network_is_timed(monkeypatch, tmp_path):
-    asked = []
-
-    def ask(function, given, what, returning=True):
-        if len(asked) in (3, 5):
-            asked.append("killed")
-            raise KeyboardInterrupt
-        asked.append(function.__name__)
-        if function is network_costs.measure_memory:
-            return {"peak_bytes": 7, "backend": "a"}
-        return {"seconds": [[1.0] * 3] * len(given["passes"])}
-
+    ask = Here(h6=KeyboardInterrupt())
     monkeypatch.setattr(network_costs, "ask", ask)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            measured(small_plan(), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        measured(small_plan(), tmp_path)
+    ask.errors.clear()
     rows = measured(small_plan(), tmp_path)
-    memory, time = "measure_memory", "measure_seconds"
-    assert asked == [*[memory] * 3, "killed", memory, "killed", memory, memory, time, time]
+    assert ask.asked == ["measure_memory"] * 5 + ["measure_seconds"] * 2
     assert len(rows) == 2 and all("measured" in row for row in rows)
     measured(small_plan(), tmp_path)
-    assert len(asked) == 10
-
-
-def test_a_sweep_without_known_endings_has_no_failures(tmp_path):
-    head_sweep.check_failures(small_plan(), cell_trainings.SweepFolder(tmp_path))
+    assert len(ask.asked) == 7
 
 
 def test_a_training_is_expected_to_take_its_steps_and_evaluations(monkeypatch):
@@ -520,24 +495,6 @@ def test_networks_of_a_sweep_differ_in_the_attention_alone(name):
         assert model.global_pool == base.global_pool
         assert ("blocks.0.attn.temperature" in model.state_dict()) == (attention == "taylorshift")
         assert shapes_of(model) == shapes_of(base)
-
-
-def test_options_without_effect_on_another_attention_are_left_out():
-    mix = dict(attention=["window", "kernelized"], window_size=5, form="efficient", horizon=2)
-    size = dict(depth=2, embed_dim=24, img_size=32, patch_size=8)
-    base = ModelConfig("scaleformer_vit_t", size | mix | dict(feature_map="random"))
-    own = attention_of(on_meta(base, DataSpec(3, 4, (), (0.5,) * 3, (0.5,) * 3, None, 32)))
-    assert own == "window+kernelized"
-    (network,) = make_networks(SweepConfig(heads=[3]), own, base.name, [32])
-    assert network == Network(own, 3, None, 32)
-    kept = {
-        name: model_of(base, own, Network(name, 3, None, 32)).args
-        for name in (own, "window", "softmax")
-    }
-    assert kept[own] == base.args | {"num_heads": 3}
-    size |= {"num_heads": 3}
-    assert kept["window"] == size | dict(attention="window", window_size=5)
-    assert kept["softmax"] == size | dict(attention="softmax", horizon=2)
 
 
 def test_a_model_of_timm_is_swept_over_its_heads_alone():

@@ -3,9 +3,9 @@
 import itertools
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
+from tests.malformed.mutations import shown
 from tests.malformed.runner import Case
 from tests.malformed.valid import CONVERT, DISTIL, EXPORT, FEATURES, GENERATE, LOOK, SHARE
 from visionattn.cli.parsing import field_types
@@ -35,60 +35,53 @@ WRONG = {
     Literal: ("wrong", "1", "[none]", LONG),
 }
 """Values that no flag of the type takes."""
-TAKES = {"optim.clip_grad": (), "features_block": ("-1",)}
+TAKES = {"features_block": ("-1",)}
 """What a flag takes though others of its type do not."""
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A tool as it is called where all is well, and what its flags are."""
-
-    argv: tuple[str, ...]
-    config: type
 
 
 TRAIN = ("train", "--config", "train.yaml", "--run", "out")
 TOOLS = {
-    "train": Tool(TRAIN, TrainConfig),
-    "validate": Tool(
-        ("validate", "--checkpoint", "run/best.safetensors", "--json", "out.json"), ValidateConfig
+    "train": (TRAIN, TrainConfig),
+    "validate": (
+        ("validate", "--checkpoint", "run/best.safetensors", "--json", "out.json"),
+        ValidateConfig,
     ),
-    "stats": Tool(
+    "stats": (
         ("stats", "--data.root", "images", "--data.workers", "0", "--output", "out.yaml"),
         StatsConfig,
     ),
-    "predict": Tool(("predict", *FEATURES[1:], "--output", "out.csv"), PredictOptions),
-    "features": Tool((*FEATURES, "--output", "out"), ExtractOptions),
-    "look": Tool(LOOK, LookOptions),
-    "generate": Tool(GENERATE, GenerateOptions),
-    "share": Tool(SHARE, ShareConfig),
-    "convert": Tool(CONVERT, ConvertOptions),
-    "distil": Tool(DISTIL, DistilConfig),
-    "export": Tool(EXPORT, ExportOptions),
-    "sweep": Tool(("sweep", "--base", "base.yaml", "--heads", "2", "--output", "out"), SweepConfig),
-    "profile": Tool(
+    "predict": (("predict", *FEATURES[1:], "--output", "out.csv"), PredictOptions),
+    "features": ((*FEATURES, "--output", "out"), ExtractOptions),
+    "look": (LOOK, LookOptions),
+    "generate": (GENERATE, GenerateOptions),
+    "share": (SHARE, ShareConfig),
+    "convert": (CONVERT, ConvertOptions),
+    "distil": (DISTIL, DistilConfig),
+    "export": (EXPORT, ExportOptions),
+    "sweep": (("sweep", "--base", "base.yaml", "--heads", "2", "--output", "out"), SweepConfig),
+    "profile": (
         ("profile", "--models", "vit_tiny_patch16_224", "--img_size", "32", "--depth", "1")
         + ("--output", "out"),
         ProfileConfig,
     ),
-    "report": Tool(("report", "run", "--output", "out.html"), ReportConfig),
+    "report": (("report", "run", "--output", "out.html"), ReportConfig),
 }
 BENCHMARKS = {"operations": "taylorshift", "models": "vit_tiny_patch16_224", "loader": "digits"}
 BENCHMARKS |= {"papers": "taylorshift-heads"}
 TOOLS |= {
-    f"benchmark {name}": Tool(("benchmark", name, *filter(None, [BENCHMARKS.get(name)])), command)
+    f"benchmark {name}": (("benchmark", name, *filter(None, [BENCHMARKS.get(name)])), command)
     for name, command in COMMANDS.items()
 }
 
 
 def cases() -> Iterator[Case]:
     """Return a case for each flag and each value that it does not take."""
-    for name, tool in TOOLS.items():
-        for flag, kind in field_types(tool.config).items():
+    for name, (argv, config) in TOOLS.items():
+        for flag, kind in field_types(config).items():
             for value in some(list(wrong_values(flag, kind))):
-                yield Case(f"flag {name}/{flag}={shown(value)}", (*tool.argv, f"--{flag}={value}"))
+                yield Case(f"flag {name}/{flag}={shown(value)}", (*argv, f"--{flag}={value}"))
         for number, words in enumerate(ODD_WORDS):
-            yield Case(f"flag {name}/odd {number}", (*tool.argv, *words))
+            yield Case(f"flag {name}/odd {number}", (*argv, *words))
     yield from benchmark_cases()
 
 
@@ -114,41 +107,26 @@ def wrong_values(flag: str, kind: Any) -> Iterator[str]:
     heads = [get_origin(member) or member for member in members]
     if type(None) not in heads and str not in heads and dict not in heads:
         yield "null"
-    known = [set(WRONG[head]) for head in heads if head in WRONG]
-    if str in heads:
-        return
-    # Of a flag of several types what none of them takes.
-    several = len(known) > 1
-    first = next(head for head in heads if head in WRONG)
-    for value in WRONG[first]:
-        if several and value not in set.union(*known):
-            continue
-        if value in TAKES.get(flag, ()):
-            continue
-        if several and list in heads and value in ("[[1]]", "[none]"):
-            continue
-        yield value
+    taken = set(TAKES.get(flag, ()))
+    if len(heads) > 1 and list in heads:
+        taken |= {"[[1]]", "[none]"}
+    if str not in heads:
+        first = next(head for head in heads if head in WRONG)
+        yield from (value for value in WRONG[first] if value not in taken)
 
 
 TURN = itertools.count()
 
 
-def some(values: list[str], most: int = 2) -> list[str]:
-    """Return some of the values, other ones from call to call; null always."""
+def some(values: list[str]) -> list[str]:
+    """Return two of the values, other ones from call to call; null always."""
     start = next(TURN)
     rest = [value for value in values if value != "null"]
-    chosen = [rest[(start + i) % len(rest)] for i in range(min(most, len(rest)))]
+    chosen = [rest[(start + i) % len(rest)] for i in range(min(2, len(rest)))]
     return ["null"] * (len(rest) < len(values)) + chosen
-
-
-def shown(value: str) -> str:
-    """Return a value for the name of a case."""
-    return value if len(value) < 40 else f"{value[:12]}...({len(value)})"
 
 
 def benchmark_cases() -> Iterator[Case]:
     """Return the cases of the commands of the benchmark that are no flags."""
-    for words in ((), ("x",), ("operations",), ("operations", "nothing"), ("models", "nothing")):
-        yield Case(f"flag benchmark/{' '.join(words)}", ("benchmark", *words))
     for flag in ("--minutes=x", "--minutes=-1", "--minutes=.nan", "--only=(", "--rehearse=x"):
         yield Case(f"flag benchmark gpu/{flag}", ("benchmark", "gpu", flag))

@@ -1,9 +1,7 @@
 """Images in every format, and folders and lists of images, that cannot be read."""
 
 import io
-import pickle
-import shutil
-import tarfile
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,29 @@ from PIL import Image
 
 from tests.malformed.mutations import BYTES, write
 from tests.malformed.runner import Case
-from tests.malformed.valid import VALIDATE
 
 
-def encoded(suffix: str, **options: Any) -> bytes:
-    """Return an image of 40 x 48 pixels in a format."""
-    pixels = np.random.default_rng(3).integers(0, 256, (40, 48, 3), np.uint8)
+def array(values: Any) -> bytes:
+    """Return a file of numpy."""
     stream = io.BytesIO()
-    if suffix == "npy":
-        np.save(stream, pixels)
-    elif suffix == "tif":
-        import tifffile
-
-        tifffile.imwrite(stream, pixels, photometric="rgb", **options)
-    else:
-        kind = {"jpg": "JPEG", "jp2": "JPEG2000"}.get(suffix, suffix.upper())
-        image = Image.fromarray(pixels)
-        image.save(stream, {"PGM": "PPM"}.get(kind, kind), **options)
+    np.save(stream, values, allow_pickle=True)
     return stream.getvalue()
 
 
-FORMATS = ("png", "jpg", "webp", "bmp", "gif", "tif", "jp2", "ppm", "npy")
+PIXELS = np.random.default_rng(3).integers(0, 256, (40, 48, 3), np.uint8)
+KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP", "bmp": "BMP", "gif": "GIF", "tif": "TIFF"}
+KINDS |= {"jp2": "JPEG2000", "ppm": "PPM"}
+
+
+def encoded(suffix: str) -> bytes:
+    """Return an image of 40 x 48 pixels in a format."""
+    if suffix == "npy":
+        return array(PIXELS)
+    stream = io.BytesIO()
+    Image.fromarray(PIXELS).save(stream, KINDS[suffix])
+    return stream.getvalue()
+
+
 LOOK = ("predict", "--checkpoint", "run/best.safetensors", "--workers", "0", "--threads", "1")
 LOOK += ("--images",)
 TRAIN_ON = ("train", "--config", "train.yaml", "--run", "run2", "--data.root")
@@ -46,8 +46,7 @@ WRONG_BYTES = [kind for kind in BYTES if kind not in ("less one byte", "middle o
 
 def cases() -> Iterator[Case]:
     """Return cases of single images in every format."""
-    yield from folder_cases()
-    for number, suffix in enumerate(FORMATS):
+    for number, suffix in enumerate((*KINDS, "npy")):
         content = encoded(suffix)
         for turn, kind in enumerate(WRONG_BYTES):
             name = f"images/train/cat/odd.{suffix}"
@@ -63,13 +62,6 @@ def cases() -> Iterator[Case]:
         yield Case(f"image {name}", (*LOOK, name), write(name, content))
     for name, change in PLACES.items():
         yield Case(f"images {name}", (*LOOK, name), change)
-
-
-def array(values: Any) -> bytes:
-    """Return a file of numpy."""
-    stream = io.BytesIO()
-    np.save(stream, values, allow_pickle=True)
-    return stream.getvalue()
 
 
 PICTURES = {
@@ -99,8 +91,6 @@ def link_to(target: str, name: str) -> Callable[[Path], None]:
 
 def pipe(name: str) -> Callable[[Path], None]:
     """Return what makes a pipe that nobody writes to."""
-    import os
-
     return lambda folder: os.mkfifo(folder / name)
 
 
@@ -120,86 +110,10 @@ PLACES = {
         '{"zarr_format": 3, "node_type": "group", "attributes": {"multiscales": 7}}',
     ),
     "e.zarr": write("e.zarr/zarr.json", '{"zarr_format": 99, "node_type": "array"}'),
+    "a.tar": write("a.tar", b"\xff" * 2000),
+    "b.tar": write("b.tar", bytes(10_240)),
     "": None,
     "a\0b": None,
     "x" * 5000: None,
 }
 """Places that hold no image."""
-
-
-def tar_of(*members: tuple[str, bytes]) -> bytes:
-    """Return a tar of files."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name, content in members:
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            archive.addfile(about, io.BytesIO(content))
-    return stream.getvalue()
-
-
-def cifar(content: Any) -> Callable[[Path], None]:
-    """Return what writes CIFAR-10's folder with another content."""
-
-    def apply(folder: Path) -> None:
-        place = folder / "cifar" / "cifar-10-batches-py"
-        place.mkdir(parents=True)
-        for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch", "batches.meta"]:
-            text = content if isinstance(content, bytes) else pickle.dumps(content)
-            (place / name).write_bytes(text)
-
-    return apply
-
-
-def drop(name: str) -> Callable[[Path], None]:
-    """Return what deletes a folder."""
-    return lambda folder: shutil.rmtree(folder / name)
-
-
-ROOTS: dict[str, tuple[str, Callable[[Path], Any] | None]] = {
-    "is not there": ("nowhere", None),
-    "is empty": ("empty", lambda folder: (folder / "empty").mkdir()),
-    "is a text": ("a.txt", write("a.txt", "x")),
-    "is a garbled tar": ("a.tar", write("a.tar", b"\xff" * 2000)),
-    "is an empty tar": ("a.tar", write("a.tar", b"")),
-    "is a tar of zeros": ("a.tar", write("a.tar", bytes(10_240))),
-    "is a tar of text": ("a.tar", write("a.tar", tar_of(("cat/a.png", b"x"), ("dog/a.png", b"y")))),
-    "is a tar cut off": (
-        "a.tar",
-        write("a.tar", tar_of(("cat/a.png", encoded("png")), ("dog/b.png", encoded("png")))[:700]),
-    ),
-    "is a tar of no images": ("a.tar", write("a.tar", tar_of(("a.txt", b"x")))),
-    "is a pipe": ("pipe", pipe("pipe")),
-    "is a link to itself": ("loop", link_to("loop", "loop")),
-    "has one class": ("images", drop("images/train/dog")),
-    "has an empty class": ("images", lambda folder: (folder / "images/train/owl").mkdir()),
-    "has a further class to validate on": ("images", write("images/val/owl/a.png", encoded("png"))),
-    "has no training": ("images", drop("images/train")),
-    "has a link to nowhere": ("images", link_to("nowhere", "images/train/cat/z.png")),
-    "of hfds": ("hfds/nowhere/at/all", None),
-    "of wds": ("wds/nowhere", None),
-    "of nothing": ("", None),
-    "with NUL": ("a\0b", None),
-}
-"""Roots of data that no training takes, and how they come to be."""
-
-
-def folder_cases() -> Iterator[Case]:
-    """Return cases of folders of images."""
-    for name, (root, change) in ROOTS.items():
-        kept = ("run2",) if name == "has a link to nowhere" else ()  # a run keeps its state
-        yield Case(f"root train {name}", (*TRAIN_ON, root), change, writes=kept)
-        words = ("stats", "--data.root", root, "--data.workers", "0", "--output", "out.yaml")
-        if name not in ("has a further class to validate on", "has one class"):
-            yield Case(f"root stats {name}", words, change)
-        words = (*VALIDATE, "--data.root", root)
-        # Validation looks at no images to train on, and takes fewer classes.
-        if name not in ("has a link to nowhere", "has one class"):
-            yield Case(f"root validate {name}", words, change)
-        if not root.startswith(("hfds", "wds")) and not name.startswith("has"):
-            words = (*LOOK, root)
-            if name not in ("is empty", "is a text"):
-                yield Case(f"root predict {name}", words, change)
-    for name, content in {"text": b"x", "list": [1], "null": None, "keys": {"data": None}}.items():
-        words = ("train", "--data.name", "cifar10", "--data.root", "cifar", "--data.workers", "0")
-        yield Case(f"cifar of {name}", (*words, "--output", "out"), cifar(content))

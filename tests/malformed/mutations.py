@@ -1,82 +1,8 @@
-"""What can be wrong with a value, a tree of values and the bytes of a file."""
+"""What can be wrong with a text of JSON and with the bytes of a file."""
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-HUGE = 10**30
-DEEP: Any = []
-for _ in range(200):
-    DEEP = [DEEP]
-
-
-KINDS = ("huge", "negative", "nan", "inf")
-"""Wrong values of the right type: only some places can tell."""
-
-
-def wrong_for(value: Any) -> dict[str, Any]:
-    """Return values of other types than a value's, and absurd ones of its own, by name."""
-    found = {"null": None, "text": "x", "list": [], "nested": {"a": {"b": [1]}}, "deep": DEEP}
-    if value is None:
-        del found["null"]
-    if isinstance(value, bool) or value is None:
-        return found | {"number": 7}
-    if isinstance(value, (int, float)):
-        found |= {"huge": HUGE, "negative": -7, "nan": float("nan")}
-        return found | {"inf": float("inf")}
-    if isinstance(value, str):
-        return {key: each for key, each in found.items() if key != "text"} | {"number": 7}
-    if isinstance(value, list):
-        found = {key: each for key, each in found.items() if key != "list"}
-        return found | {"number": 7, "nulls": [None] * len(value)}
-    if isinstance(value, dict):
-        return found | {"number": 7, "empty": {}}
-    return found | {"number": 7}
-
-
-def places(tree: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Return the path of each value of a tree, the root's included; of lists the first element."""
-    yield path
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from places(value, (*path, key))
-    elif isinstance(tree, list) and tree:
-        yield from places(tree[0], (*path, 0))
-
-
-def at(tree: Any, path: tuple) -> Any:
-    """Return the value at a path."""
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def put(tree: Any, path: tuple, value: Any) -> Any:
-    """Return a copy of a tree with another value at a path."""
-    if not path:
-        return value
-    changed = copy.deepcopy(tree)
-    at(changed, path[:-1])[path[-1]] = value
-    return changed
-
-
-def without(tree: Any, path: tuple) -> Any:
-    """Return a copy of a tree without the value at a path."""
-    changed = copy.deepcopy(tree)
-    del at(changed, path[:-1])[path[-1]]
-    return changed
-
-
-def broken_trees(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Return trees in which one value is of another type, absurd, or missing, by name."""
-    for path in places(tree):
-        name = ".".join(map(str, path)) or "all"
-        for kind, value in wrong_for(at(tree, path)).items():
-            yield f"{name}={kind}", put(tree, path, value)
-        if path and isinstance(at(tree, path[:-1]), dict):
-            yield f"{name} missing", without(tree, path)
-
 
 GARBLED_JSON = ("", "{", "[1]", "null", "7", '"x"', "{'a': 1}", '{"a": NaN}', "[" * 5000, "\\ud800")
 GARBLED_JSON += ("9" * 5000, '{"a": ' + "9" * 6000 + "}", '{"a": 1e999}', "\0", "{}" * 3)
@@ -124,26 +50,9 @@ def write(name: str, content: bytes | str) -> Callable[[Path], None]:
     return apply
 
 
-def few(found: Iterator[tuple[str, Any]], most: int = 2) -> Iterator[tuple[str, Any]]:
-    """Return of the ways in which each value can be wrong some, other ones from value to value; all
-    that are missing.
-    """
-    turn, counts = 0, {}
-    for name, tree in found:
-        place, _, kind = name.partition("=")
-        if not kind:
-            yield name, tree
-            continue
-        number = counts[place] = counts.get(place, -1) + 1
-        if number == 0:
-            turn += 1
-        if (number + turn) % 4 < most / 2:
-            yield name, tree
-
-
-def set_at(*path: Any, to: Any) -> Callable[[Any], Any]:
-    """Return what puts a value at a path."""
-    return lambda tree: put(tree, path, to)
+def shown(text: str) -> str:
+    """Return a text for the name of a case."""
+    return text if len(text) < 40 else f"{text[:12]}...({len(text)})"
 
 
 def replace_by_folder(name: str) -> Callable[[Path], None]:

@@ -5,14 +5,12 @@ and every file as it was. What a tool tolerates on purpose is a case with anothe
 """
 
 import contextlib
-import hashlib
 import os
 import resource
 import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,19 +43,17 @@ class Result:
     """How a command ended."""
 
     case: Case
-    code: int | None
-    """None: it was killed, as it took too long."""
+    code: int
     out: str
     err: str
     changed: tuple[str, ...]
     """Files that are not as they were."""
-    seconds: float
 
     def faults(self) -> list[str]:
         """Return what is not as promised, a few words each."""
         found = []
-        if self.code is None:
-            return [f"hangs: killed after {self.seconds:.0f} s"]
+        if self.code == -signal.SIGALRM:
+            return ["hangs: killed"]
         if "Traceback" in self.err or "Traceback" in self.out:
             found.append(f"traceback: {self.err.strip().splitlines()[-1][:200]}")
         wanted = 2 if self.case.tolerated is None else 0
@@ -75,94 +71,45 @@ class Result:
         return found
 
 
-def run(
-    cases: Sequence[Case], valid: Path, *, jobs: int = 1, seconds: float = 60
-) -> Iterator[Result]:
-    """Run commands, ``jobs`` at a time, and yield how each ended, in the order in which they end.
-
-    Args:
-        cases: the commands.
-        valid: a folder of valid files, which each command gets a copy of as its current folder.
-        jobs: commands at a time.
-        seconds: after which a command is killed.
+def run(cases: Sequence[Case], valid: Path, *, seconds: int = 60) -> Iterator[Result]:
+    """Run each command in a copy of the folder of valid files, and yield how it ended; after so
+    many seconds it is killed.
     """
-    waiting = list(cases)[::-1]
-    running: dict[int, _Running] = {}
-    with tempfile.TemporaryDirectory(prefix="malformed") as place:
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    one = _Running(waiting.pop(), valid, Path(place))
-                    running[one.process] = one
-                for process, one in list(running.items()):
-                    if (result := one.ended(seconds)) is not None:
-                        del running[process]
-                        yield result
-                time.sleep(0.002)
-        finally:
-            for one in running.values():
-                one.kill()
+    for case in cases:
+        with tempfile.TemporaryDirectory(prefix="malformed") as name:
+            place = Path(name)
+            folder = place / "here"
+            shutil.copytree(valid, folder, symlinks=True)
+            if case.change is not None:
+                case.change(folder)
+            before = contents(folder)
+            sys.stdout.flush()
+            process = os.fork()
+            if not process:
+                _become(case.argv, place, seconds)
+            _, status = os.waitpid(process, 0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # processes that the command has started
+            said = [(place / kind).read_text("utf-8", "replace") for kind in ("out", "err")]
+            after = contents(folder)
+            changed = [name for name in before | after if before.get(name) != after.get(name)]
+            kept = tuple(name for name in changed if not name.startswith(case.writes or ("\0",)))
+            yield Result(case, os.waitstatus_to_exitcode(status), *said, kept)
 
 
-class _Running:
-    """A command at work in a folder of its own."""
-
-    def __init__(self, case: Case, valid: Path, place: Path):
-        self.case = case
-        self.place = Path(tempfile.mkdtemp(dir=place))
-        self.folder = self.place / "here"
-        shutil.copytree(valid, self.folder, symlinks=True)
-        if case.change is not None:
-            case.change(self.folder)
-        self.before = contents(self.folder)
-        self.began = time.monotonic()
-        sys.stdout.flush()
-        self.process = os.fork()
-        if not self.process:
-            _become(case.argv, self.folder, self.place)
-
-    def ended(self, seconds: float) -> Result | None:
-        """Return how the command ended; None while it is at work."""
-        process, status = os.waitpid(self.process, os.WNOHANG)
-        took = time.monotonic() - self.began
-        if not process and took < seconds:
-            return None
-        self.kill(reaped=bool(process))
-        out, err = (
-            (self.place / name).read_text(encoding="utf-8", errors="replace")
-            for name in ("out", "err")
-        )
-        changed = tuple(
-            name
-            for name in differing(self.before, contents(self.folder))
-            if not name.startswith(self.case.writes or ("\0",))
-        )
-        shutil.rmtree(self.place, ignore_errors=True)
-        code = os.waitstatus_to_exitcode(status) if process else None
-        return Result(self.case, code, out, err, changed, took)
-
-    def kill(self, *, reaped: bool = False) -> None:
-        """End the command, and processes that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process, signal.SIGKILL)
-        if not reaped:
-            os.waitpid(self.process, 0)
-
-
-def _become(argv: Sequence[str], folder: Path, place: Path) -> None:
+def _become(argv: Sequence[str], place: Path, seconds: int) -> None:
     """Turn this fork into the command; it does not return."""
     code = 1
     try:
         os.setpgid(0, 0)
-        os.chdir(folder)
+        signal.alarm(seconds)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for number, name in ((0, os.devnull), (1, place / "out"), (2, place / "err")):
-            descriptor = os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
-            os.dup2(descriptor, number)
+            os.dup2(os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT), number)
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+        os.chdir(place / "here")
         from visionattn.command import main
 
         try:
@@ -177,21 +124,9 @@ def _become(argv: Sequence[str], folder: Path, place: Path) -> None:
         os._exit(code & 255)
 
 
-def contents(folder: Path) -> dict[str, str]:
-    """Return what lies below a folder: a digest and the time of change of each file."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_symlink():
-            found[name] = f"link to {os.readlink(path)}"
-        elif path.is_file():
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            found[name] = f"{digest} {path.stat().st_mtime_ns}"
-        else:
-            found[name] = f"{path.stat().st_mode:o}"
-    return found
-
-
-def differing(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Return the names of what is new, gone or changed."""
-    return [name for name in sorted(before | after) if before.get(name) != after.get(name)]
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Return the files below a folder, and None for what is no file."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }

@@ -1,19 +1,10 @@
-"""Configurations of runs with one wrong value, and files that are cut off or overwritten."""
+"""Files that are cut off or overwritten."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import yaml
+from collections.abc import Iterator
 
 from tests.malformed.mutations import (
     BYTES,
-    KINDS,
-    at,
     both,
-    broken_trees,
-    few,
-    put,
     replace_by_folder,
     rewrite,
 )
@@ -35,90 +26,6 @@ from tests.malformed.valid import (
     VALIDATE,
     WRITER,
 )
-
-CONFIG_KEYS = {
-    "model": {"name": "x", "args": {"depth": 1}, "grad_checkpointing": False},
-    "data": {
-        "name": "folder",
-        "root": "images",
-        "img_size": 16,
-        "val_fraction": 0.1,
-        "workers": 0,
-        "mean": [0.5, 0.5, 0.5],
-    },
-    "optim": {"name": "adamw", "lr": 0.1, "warmup_epochs": 0.5, "clip_grad": 1.0, "accumulate": 1},
-    "epochs": 1,
-    "batch_size": 4,
-    "seed": 0,
-    "device": "auto",
-    "amp": "none",
-    "threads": 1,
-    "compile": False,
-}
-FINE_IN_CONFIGS = (
-    "data.mean=null",
-    "data.root=text",
-    "optim.clip_grad=null",
-    "threads=null",
-    "data.img_size=null",
-)
-
-
-STATUS = {
-    "status": "finished",
-    "result": {
-        "best_epoch": 1,
-        "validation_accuracy": 0.5,
-        "train_seconds": 2.0,
-        "test_accuracy": 0.5,
-        "test_images": 9,
-    },
-}
-"""What a run says of its end."""
-
-
-def cases() -> Iterator[Case]:
-    """Return cases of a run's configuration, for the tools that read it."""
-    yield from bytes_cases()
-    readers = (("train", "--config", "run/config.yaml", "--run", "out"), VALIDATE)
-    readers += (("sweep", "--base", "run/config.yaml", "--heads", "2", "--output", "out"),)
-    number = 0
-    for name, tree in few(broken_trees(CONFIG_KEYS), 6):
-        place, _, kind = name.partition("=")
-        if not kind or name in FINE_IN_CONFIGS or kind == "empty" or place == "all":
-            continue
-        number += 1
-        reader = readers[number % 3]
-        if reader is VALIDATE and (
-            kind in KINDS or place.startswith(("model", "optim", "device", "data.img_size"))
-        ):
-            reader = readers[0]
-        change = change_yaml("run/config.yaml", graft_into(place, tree))
-        yield Case(f"config {reader[0]} {name}", reader, change)
-
-
-def graft_into(place: str, tree: Any) -> Callable[[Any], Any]:
-    """Return what puts a wrong value into a configuration, of which each group is there."""
-    path = tuple(int(key) if key.isdigit() else key for key in place.split("."))
-
-    def change(config: Any) -> Any:
-        if path[-1] == 0:
-            return put(config, path[:-1], [at(tree, path), 1.0])
-        return put(config, path, at(tree, path))
-
-    return change
-
-
-def change_yaml(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Return what changes the content of a YAML file."""
-
-    def apply(folder: Path) -> None:
-        path = folder / name
-        content = change(yaml.safe_load(path.read_text()))
-        path.write_text(yaml.safe_dump(content))
-
-    return apply
-
 
 READERS = {
     "run/best.safetensors": (PREDICT, VALIDATE, EXTRACT, START, SHARE),
@@ -153,7 +60,7 @@ HARMLESS = {
 }
 
 
-def bytes_cases() -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """Return cases of files that are cut off, overwritten, or other files altogether."""
     for kind, change in BYTES.items():
         alone = both(rewrite("run/last.pt", change), lambda f: (f / "run/previous.pt").unlink())

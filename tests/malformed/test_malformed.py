@@ -1,5 +1,6 @@
 """Some malformed inputs, and what ``python -m tests.malformed`` counts as a fault."""
 
+import signal
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 from tests.helpers.tools import ROOT
 from tests.malformed.__main__ import all_cases
 from tests.malformed.mutations import write
-from tests.malformed.runner import Case, Result, contents, differing, run
+from tests.malformed.runner import Case, Result, run
 
 SMOKE = (
     Case("a list", ("train", "--config", "odd.yaml"), write("odd.yaml", "epochs: [1]\n")),
@@ -42,29 +43,18 @@ GOES_ON = Case("two", ("report",), tolerated="1 run")
 @pytest.mark.parametrize(
     "result, fault",
     [
-        (Result(REFUSED, 2, "", "error: no\n", (), 1.0), None),
-        (Result(REFUSED, None, "", "", (), 60.0), "hangs"),
-        (Result(REFUSED, 1, "", "Traceback ...\nKeyError: 'x'\n", (), 1.0), "traceback: KeyError"),
-        (Result(REFUSED, 0, "", "", (), 1.0), "exit code 0, not 2"),
-        (Result(REFUSED, 2, "", "note: a\nerror: no\n", (), 1.0), "not one line"),
-        (Result(REFUSED, 2, "", f"error: {'x' * 600}\n", (), 1.0), "a line of 608 characters"),
-        (Result(REFUSED, 2, "", "error: no\n", ("out",), 1.0), "left behind or changed: out"),
-        (Result(GOES_ON, 0, "page: 1 run", "", (), 1.0), None),
-        (Result(GOES_ON, 0, "page", "", (), 1.0), "does not say '1 run'"),
-        (Result(GOES_ON, 2, "", "error: 1 run\n", (), 1.0), "exit code 2, not 0"),
+        (Result(REFUSED, 2, "", "error: no\n", ()), None),
+        (Result(REFUSED, -signal.SIGALRM, "", "", ()), "hangs"),
+        (Result(REFUSED, 1, "", "Traceback ...\nKeyError: 'x'\n", ()), "traceback: KeyError"),
+        (Result(REFUSED, 0, "", "", ()), "exit code 0, not 2"),
+        (Result(REFUSED, 2, "", "note: a\nerror: no\n", ()), "not one line"),
+        (Result(REFUSED, 2, "", f"error: {'x' * 600}\n", ()), "a line of 608 characters"),
+        (Result(REFUSED, 2, "", "error: no\n", ("out",)), "left behind or changed: out"),
+        (Result(GOES_ON, 0, "page: 1 run", "", ()), None),
+        (Result(GOES_ON, 0, "page", "", ()), "does not say '1 run'"),
+        (Result(GOES_ON, 2, "", "error: 1 run\n", ()), "exit code 2, not 0"),
     ],
 )
 def test_each_way_of_breaking_the_promise_is_a_fault(result, fault):
     found = result.faults()
     assert found == [] if fault is None else found[0].startswith(fault), found
-
-
-def test_what_a_command_leaves_behind_changes_or_deletes_is_seen(tmp_path):
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_text(name)
-    before = contents(tmp_path)
-    (tmp_path / "a").write_text("x")
-    (tmp_path / "b").unlink()
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "e").symlink_to("nowhere")
-    assert differing(before, contents(tmp_path)) == ["a", "b", "d", "d/e"]

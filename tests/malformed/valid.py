@@ -10,7 +10,6 @@
 
 import contextlib
 import io
-import os
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +69,6 @@ def write(folder: Path) -> None:
         run("train", "--config", "masked.yaml", "--run", "segmented")
         run("train", "--config", "writing.yaml", "--run", "writer")
         run(*FEATURES, "--output", "features")
-        run(*FEATURES, "--dense", "--output", "dense")
         weights = torch.load("run/last.pt", weights_only=True)["model"]
         torch.save({"state_dict": weights, "epoch": 3}, "weights.pth")
         write_teacher()
@@ -127,12 +125,6 @@ def write_masks(folder: Path) -> None:
                 Image.fromarray(pixels).save(folder / split / kind / f"{number}.png")
 
 
-def warm_up() -> None:
-    """Import what the commands import, once for all forks, and keep torch to one thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-
-
 RESUME = ("train", "--config", "run/config.yaml", "--resume", "--epochs", "2")
 PREDICT = ("predict", "--checkpoint", "run/best.safetensors", "--images", "images")
 PREDICT += ("--workers", "0", "--threads", "1")
@@ -151,6 +143,4 @@ DISTIL = ("distil", "--config", "distil.yaml", "--run", "out")
 GO_ON = ("distil", "--config", "student/distil.yaml", "--resume", "--stages", "a", "b", "c")
 CONVERT = ("convert", "--teacher", TEACHER, "--output", "out.safetensors")
 EXTRACT = (*FEATURES, "--output", "features")
-PROBE = (*EXTRACT, "--probe", "true", "--neighbours", "3")
-REPORT = ("report", "run", "--output", "page.html", "--images", "2")
 """Commands as they are called on these files."""

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from tests.helpers.small_runs import MODEL, SPEC, quadrants_for, small_config
+from tests.helpers.small_runs import MODEL, SPEC, small_config
+from tests.helpers.tools import written
 from visionattn.cli.exit_codes import run_tool
 from visionattn.model_config import ModelConfig
 from visionattn.models.backbone import VisionAttnTransformer
@@ -34,9 +35,8 @@ def no_memory(*args, **options):
 
 
 @pytest.fixture
-def small_run(tmp_path, monkeypatch):
+def small_run(tmp_path, small):
     """Start a run with these options; returns its exit code and its status."""
-    monkeypatch.setattr(engine, "build_splits", quadrants_for)
 
     def start(**options):
         config = small_config(tmp_path, **{"epochs": 1, "optim": {"ema_decay": 0.9}} | options)
@@ -71,32 +71,13 @@ def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the
     tmp_path, small_run, monkeypatch
 ):
     assert small_run()[1]["status"] == "finished"
-    kept = {
-        path.name: path.read_bytes()
-        for path in (tmp_path / "small").iterdir()
-        if path.name != "status.json"
-    }
+    kept = written(tmp_path / "small")
     monkeypatch.setattr("visionattn.training.trainer.load_whole", no_memory)
     code, status = small_run(resume=True, epochs=2)
     assert (code, status["status"], status["result"]) == (3, "oom", None)
-    assert {name: (tmp_path / "small" / name).read_bytes() for name in kept} == kept
-    code, status = small_run(overwrite=True, model={"num_heads": 3})
-    assert code == 2 and status["status"] == "oom"
-    assert (tmp_path / "small" / "best.safetensors").exists()
-    monkeypatch.setattr("timm.create_model", no_memory)
-    assert small_run(overwrite=True)[0] == 3
-    assert [path.name for path in (tmp_path / "small").iterdir()] == ["status.json"]
+    assert written(tmp_path / "small") | {"status.json": b""} == kept | {"status.json": b""}
 
 
 def test_an_argument_that_timm_would_drop_is_refused():
     with pytest.raises(ValueError, match="model.args.init_values null has no effect"):
         build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)
-
-
-def test_a_training_takes_the_map_among_the_arguments_of_its_model():
-    args = MODEL | dict(feature_map="random", random_features=5)
-    model, kept = build_model(ModelConfig("scaleformer_vit_t", args), SPEC)
-    assert model.blocks[0].attn.feature_map.projection.shape == (5, 8)
-    assert kept == args | {"img_size": 16}
-    with pytest.raises(ValueError, match="feature_map 'favor': expected one of elu1"):
-        build_model(ModelConfig("scaleformer_vit_t", MODEL | {"feature_map": "favor"}), SPEC)

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 import visionattn
+from tests.helpers.small_runs import same
 from visionattn.command import main
 from visionattn.model_config import ModelConfig
 from visionattn.training.config import DataConfig, TrainConfig
@@ -31,10 +32,7 @@ def test_a_training_comes_to_what_the_command_comes_to(tmp_path, capsys):
     flags += ["--epochs=1", "--optim.warmup_epochs=0.5", f"--output={tmp_path}", "--run=typed"]
     assert main(["train", *flags]) == 0
     assert f"test accuracy {100 * result.test.accuracy:.1f} %" in capsys.readouterr().out
-    called = load_file(result.checkpoint)
-    typed = load_file(tmp_path / "typed" / "best.safetensors")
-    assert called.keys() == typed.keys()
-    assert all((called[name] == typed[name]).all() for name in typed)
+    same(load_file(result.checkpoint), load_file(tmp_path / "typed" / "best.safetensors"))
     assert Path(result.folder) == tmp_path / "called"
     with pytest.raises(ValueError, match="is not empty"):
         visionattn.train(SMALL, {"output": tmp_path, "run": "called"})

@@ -5,17 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.helpers.image_files import refused
-from tests.helpers.resumed_runs import assert_same_end, interrupt, state_of, stop_after
+from tests.helpers.image_files import refused, write_pair
+from tests.helpers.resumed_runs import assert_resumes, state_of, stop
 from tests.helpers.small_runs import lines_of, small_config
-from visionattn.cli.exit_codes import DoesNotFit, Stopped
+from visionattn.cli.exit_codes import DoesNotFit
 from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import build_splits, eval_batches
 from visionattn.models import cost
-from visionattn.training.config import OptimConfig, TrainConfig, check
 from visionattn.training.training_cost import TrainingMemory
 from visionattn.training.validate import parse_validate
 
@@ -27,17 +25,13 @@ def masked(tmp_path_factory):
     """Images of three sizes, one lower than the crops, with a small object in most masks."""
     root, rng = tmp_path_factory.mktemp("crops") / "data", np.random.default_rng(0)
     for split, count in (("train", 7), ("val", 3)):
-        for kind in ("images", "masks"):
-            (root / split / kind).mkdir(parents=True)
         for number in range(count):
             height, width = SIZES[number % 3]
-            image = rng.integers(0, 255, (height, width, 3), np.uint8)
             mask = np.zeros((height, width), np.uint8)
             if number != 2:
                 top, left = rng.integers(0, (height - 4, width - 4))
                 mask[top : top + 4, left : left + 4] = 1
-            Image.fromarray(image).save(root / split / "images" / f"{number}.png")
-            Image.fromarray(mask).save(root / split / "masks" / f"{number}.png")
+            write_pair(root / split, number, rng.integers(0, 255, (*mask.shape, 3), np.uint8), mask)
     return root
 
 
@@ -54,30 +48,31 @@ def config_of(output, root, **options):
 
 
 def test_a_run_on_crops_counts_them_resumes_and_validates_whole_images(masked, tmp_path):
-    said = lines_of(config_of(tmp_path / "whole", masked, save_every=1))
-    text = "\n".join(said)
-    assert "7 training and 3 validation images, 2 epochs of 6 steps" in text
-    crops = "native size; training on crops of 16 x 20 px, 70% of them around objects"
-    assert f"preprocessing: {crops}" in said
-    assert "21 images of 16 x 20 px, 20 patches" in text
-    state = state_of(tmp_path / "whole" / "small")
+    config = config_of(tmp_path, masked, save_every=1)
+    assert_resumes(config, tmp_path, 9)
+    whole = tmp_path / "whole" / "small"
+    state = state_of(whole)
     assert state["position"]["images"] == 2 * 21 and state["images"] == [7, 3]
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 9, interrupt)
-        with pytest.raises(Stopped):
-            lines_of(config_of(tmp_path / "resumed", masked, save_every=1))
-    options = dict(resume=True, save_every=1)
-    other = config_of(tmp_path / "resumed", masked, data=data_of(masked, crops=2), **options)
+    stop(config, 9)
+    other = replace(config, data=replace(config.data, crops=2), resume=True)
     with pytest.raises(ValueError, match="^the run has data.crops 3, not 2; .* until the epoch"):
         lines_of(other)
-    lines_of(config_of(tmp_path / "resumed", masked, **options))
-    assert_same_end(tmp_path / "whole" / "small", tmp_path / "resumed" / "small")
     # Evaluation ignores the crops of the run, and chooses its own batches.
-    best = str(tmp_path / "whole" / "small" / "best.safetensors")
+    best = str(whole / "best.safetensors")
     config = parse_validate(["--checkpoint", best])
     assert (config.data.crop, config.data.crops, config.batch_size) == (None, 1, "auto")
     with pytest.raises(ValueError, match="^data.crop applies only to training; remove it"):
         parse_validate(["--checkpoint", best, "--data.crop", "8"])
+
+
+def test_the_first_lines_of_a_run_on_crops_tell_them(masked, tmp_path):
+    text = "\n".join(lines_of(config_of(tmp_path, masked)))
+    for part in (
+        "7 training and 3 validation images, 2 epochs of 6 steps",
+        "native size; training on crops of 16 x 20 px, 70% of them around objects",
+        "21 images of 16 x 20 px, 20 patches",
+    ):
+        assert part in text
 
 
 @pytest.mark.parametrize(
@@ -142,14 +137,6 @@ def test_too_large_images_and_crops_are_refused_with_their_options(
 )
 def test_crops_that_cannot_be_are_refused(given, line):
     assert refused(ValueError, DataConfig(**given)).startswith(line)
-
-
-def test_mixing_and_shared_rows_are_refused():
-    data = DataConfig(crop=16)
-    with pytest.raises(ValueError, match="^optim.mixup and optim.cutmix need images without"):
-        check(TrainConfig(data=data, optim=OptimConfig(mixup=0.2)))
-    with pytest.raises(ValueError, match="^parallel sequence needs .*; remove data.crop"):
-        check(TrainConfig(data=data, parallel="sequence"))
 
 
 def test_crops_are_whole_patches(masked, tmp_path):

@@ -1,7 +1,7 @@
 """Whole distillations: stages that follow each other, kills, several processes, and refusals."""
 
-import csv
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,9 +18,12 @@ from tests.helpers.distilled_runs import (
     same_softmax,
     teacher_file,
 )
+from tests.helpers.geometry import square
 from tests.helpers.resumed_runs import best_of
 from tests.helpers.small_runs import SPEC, lines, same
+from tests.helpers.tools import read_csv
 from visionattn.cli.exit_codes import run_tool
+from visionattn.data.batches import SampleKey, collate
 from visionattn.data.data_config import DataConfig
 from visionattn.models.weights import load_model
 from visionattn.training.distil.distil_config import (
@@ -31,7 +34,6 @@ from visionattn.training.distil.distil_config import (
 from visionattn.training.distil.distillation import distil
 from visionattn.training.distil.imitation import attention_losses, teacher_features
 from visionattn.training.distil.student import images_of
-from visionattn.training.training_cost import TrainingMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -63,19 +65,15 @@ def epochs(folder, key="val_loss"):
 def test_each_stage_begins_with_the_weights_of_the_one_before_and_makes_its_loss_less(
     whole, teacher
 ):
-    vit, first = load_model(teacher), load_model(whole / "a" / "best.safetensors")
+    vit, first = load_model(teacher).state_dict(), load_model(whole / "a" / "best.safetensors")
     weights = {name: value for name, value in first.state_dict().items() if ".attn." not in name}
-    same(weights, {name: vit.state_dict()[name] for name in weights})
-    start, end = (
-        next(line for line in lines(whole / letter) if line["kind"] == "train")["loss"]
-        for letter in ("a", "b")
-    )
-    assert epochs(whole / "a")[-1] < start and epochs(whole / "b")[-1] < end
+    same(weights, {name: vit[name] for name in weights})
+    for letter in ("a", "b"):
+        start = next(line for line in lines(whole / letter) if line["kind"] == "train")["loss"]
+        assert epochs(whole / letter)[-1] < start
     # Two stages at one size: the second one begins where the first has ended.
-    moved = load_model(whole / "b" / "best.safetensors").state_dict()
-    assert not torch.equal(
-        moved["blocks.0.mlp.fc1.weight"], vit.state_dict()["blocks.0.mlp.fc1.weight"]
-    )
+    moved = load_model(whole / "b" / "best.safetensors").blocks[0].mlp.fc1.weight
+    assert not torch.equal(moved, vit["blocks.0.mlp.fc1.weight"])
     assert [line["images"] for line in lines(whole / "c") if line["kind"] == "test"] == [29]
 
 
@@ -109,9 +107,8 @@ def test_what_comes_of_it_has_the_head_and_the_classes_of_the_teacher(whole, tea
 def test_other_options_do_not_go_on(whole, teacher, options, said):
     config = config_of(whole.parent, teacher, stages=["a", "b", "c"], resume=True)
     noted = (whole / "distil.yaml").read_bytes()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(said)):
         run(replace(config, **options))
-    assert said in str(error.value)
     assert (whole / "distil.yaml").read_bytes() == noted
 
 
@@ -120,40 +117,25 @@ def test_what_was_killed_before_it_was_noted_begins_anew(teacher, tmp_path):
     folder.mkdir()
     (folder / "run.lock").touch()
     (folder / ".distil.yaml.0123456789abcdef.visionattn.tmp").write_text("tea")
-    config = config_of(tmp_path, teacher, stages=["a"], search_softmax_blocks=1, threads=1)
+    config = config_of(tmp_path, teacher, stages=["a"])
     run(config)
-    assert sorted(path.name for path in folder.iterdir()) == ["a", "blocks.csv", "distil.yaml"]
-    # Killed after a stage had ended: what it left goes, and blocks are measured as they were.
-    (folder / "a" / "run.lock").touch()
-    table = (folder / "blocks.csv").read_bytes()
-    (folder / "blocks.csv").unlink()
-    torch.set_num_threads(2)
-    assert "stage a is done" in run(replace(config, resume=True))
-    assert torch.get_num_threads() == 1 and (folder / "blocks.csv").read_bytes() == table
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "distil.yaml"]
+    with pytest.raises(ValueError, match="small is not empty; --resume continues it"):
+        run(config)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "last.pt").touch()
     with pytest.raises(ValueError, match="nothing to resume"):
-        run(config_of(tmp_path, teacher, run="other", resume=True))
-
-
-def test_what_is_there_is_kept(whole, teacher, tmp_path):
-    with pytest.raises(ValueError, match="small is not empty; --resume continues it"):
-        run(config_of(whole.parent, teacher))
-    with pytest.raises(ValueError, match="nothing to resume"):
-        run(config_of(tmp_path, teacher, resume=True))
+        run(replace(config, run="other", resume=True))
 
 
 def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):
-    said = run(config_of(tmp_path, teacher, search_softmax_blocks=1))
+    config = config_of(tmp_path, teacher, search_softmax_blocks=1)
+    said = run(config)
     folder = tmp_path / "small"
-    rows = list(csv.DictReader((folder / "blocks.csv").read_text().splitlines()))
+    rows = read_csv(folder / "blocks.csv")
     student, own = load_model(folder / "a" / "best.safetensors"), load_model(teacher)
     splits, _ = images_of(DataConfig(img_size=16), 0, SPEC)
-    total = torch.zeros(3)
-    from visionattn.data.batches import SampleKey, collate
-    from visionattn.data.geometry import Geometry
-
-    keys = [SampleKey(i, 0, Geometry("crop", (16, 16))) for i in range(23)]
+    keys = [SampleKey(i, 0, square(16)) for i in range(23)]
     batch, _ = collate([splits.validation[key] for key in keys])
     with torch.no_grad():
         inputs = SPEC.prepare(batch.images)
@@ -166,15 +148,11 @@ def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):
     model = load_model(folder / "b" / "best.safetensors")
     assert [block.attn.attention for block in model.blocks] == kinds
     # It goes on with the blocks that the table names.
-    said = run(config_of(tmp_path, teacher, search_softmax_blocks=1, resume=True))
+    said = run(replace(config, resume=True))
     assert said[-2:] == ["stage a is done", "stage b is done"]
-    for text, problem in (
-        ("block,loss\n0,1\n", "has no softmax"),
-        ("block,softmax\na,1\n", "got a"),
-    ):
-        (folder / "blocks.csv").write_text(text)
-        with pytest.raises(ValueError, match=rf"blocks.csv is damaged \(.*{problem}\); delete it"):
-            run(config_of(tmp_path, teacher, search_softmax_blocks=1, resume=True))
+    (folder / "blocks.csv").write_text("block,softmax\na,1\n")
+    with pytest.raises(ValueError, match=r"blocks.csv is damaged \(.*got a\); delete it"):
+        run(replace(config, resume=True))
 
 
 def test_students_share_a_stage_a(whole, teacher, tmp_path):
@@ -208,21 +186,6 @@ def test_with_kept_tokens_the_teacher_runs_in_the_first_epoch_only(
     assert epochs(tmp_path / "small" / "b") == pytest.approx(epochs(whole / "b"), rel=1e-2)
 
 
-def test_kept_tokens_leave_the_estimate_of_memory_as_it_is(teacher, tmp_path, quadrant_images):
-    found, own = [], TrainingMemory.step_bytes
-
-    def noted(self, shape):
-        found.append((shape, own(self, shape)))
-        return found[-1][1]
-
-    quadrant_images.setattr(TrainingMemory, "step_bytes", noted)
-    for kept in (None, str(tmp_path / "kept")):
-        options = dict(stages=["b"], batch_size="auto", teacher_cache=kept)
-        run(config_of(tmp_path / str(kept is None), teacher, **options))
-    half = len(found) // 2
-    assert found[:half] == found[half:] and None not in dict(found).values()
-
-
 def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_images):
     def unlabelled(config, seed, *, labelled=True):
         splits = images(config, seed)
@@ -232,7 +195,6 @@ def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_ima
     said = run(config_of(tmp_path, teacher))
     folder = tmp_path / "small" / "b"
     assert epochs(folder, "val_accuracy") == [None, None]
-    assert json.loads(best_of(folder)[0]["validation"])[1] is None
     assert not any("accuracy" in line for line in said)
     assert load_model(folder / "best.safetensors").data_spec.num_classes == 4
 
@@ -240,13 +202,14 @@ def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_ima
 def test_images_are_seen_as_the_teacher_was_trained_to_unless_said_otherwise(teacher):
     config = parse_distil(["--teacher", str(teacher), "--c.img_size", "64", "--stages", "b", "c"])
     seen = replace(SPEC, img_size=None, fit="native", max_patches=40)
-    own = stage_data(config, "b", seen)
-    assert (own.fit, own.img_size, own.max_patches) == ("native", None, 40)
-    larger = stage_data(config, "c", seen)
-    assert (larger.fit, larger.img_size, larger.max_patches) == ("native", 64, None)
+    found = [stage_data(config, "b", seen), stage_data(config, "c", seen)]
     config.data.img_size = 48
-    own = stage_data(config, "b", seen)
-    assert (own.fit, own.img_size, own.max_patches) == (None, 48, None)
+    found.append(stage_data(config, "b", seen))
+    assert [(data.fit, data.img_size, data.max_patches) for data in found] == [
+        ("native", None, 40),
+        ("native", 64, None),
+        (None, 48, None),
+    ]
 
 
 REFUSED = {

@@ -17,14 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.resumed_runs import state_of, status_of
 from tests.helpers.several_processes import run_processes
+from tests.helpers.small_runs import lines
 from tests.helpers.tools import words
 from visionattn.cli.exit_codes import NonFinite, OutOfMemory, run_tool
 from visionattn.cli.interruption import Interrupted
 from visionattn.command import main
 from visionattn.data.batches import share
 from visionattn.training import distributed
-from visionattn.training.distributed import Processes, joined
+from visionattn.training.distributed import joined
 
 HOST = socket.gethostname()
 
@@ -34,30 +36,20 @@ def test_the_parts_of_a_batch_are_disjoint_and_together_are_the_batch(size, pair
     for length in (0, 1, 2, 5, 8, 23):
         keys = random.Random(length).sample(range(100), length)
         parts = [share(keys, rank, size, pairs=pairs) for rank in range(size)]
-        assert sorted(key for part in parts for key in part) == sorted(keys)
+        together = [key for part in parts for key in part]
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= (2 if pairs else 1)
-        if size == 1 or not pairs:
-            assert [key for part in parts for key in part] == keys
-            continue
+        assert sorted(together) == sorted(keys) and (together == keys or size > 1 and pairs)
         # Images that are mixed with each other are in the same part.
         even = length // 2 * 2
         opposite = {keys[place]: keys[even - 1 - place] for place in range(even)}
-        for part in parts:
+        for part in parts if pairs else ():
             mixed = part[: len(part) // 2 * 2]
             assert [opposite[key] for key in mixed] == mixed[::-1]
             assert part[len(mixed) :] in ([], keys[even:])
 
 
-def test_one_process_asks_nobody(monkeypatch):
-    alone = Processes()
-    assert (alone.first, alone.speaks, alone.sum(2, 3.5)) == (True, True, [2, 3.5])
-    assert alone.gather("a") == ["a"]
-    assert alone.together(lambda: 5) == alone.on_first(lambda: 5) == 5
-    with pytest.raises(KeyError), alone.guard():
-        alone.together(lambda: {}["a"])
-    with joined() as processes:
-        assert processes.size == 1 and not torch.distributed.is_initialized()
+def test_processes_are_started_by_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     words = "^WORLD_SIZE is set but not RANK, .*; start several processes with torchrun$"
@@ -80,10 +72,7 @@ def test_processes_agree_on_sums_values_and_errors(tmp_path):
             return [type(error).__name__, str(error)]
 
     def work(rank):
-        errors = {
-            1: ValueError("cannot read image a.png"),
-            2: OSError(errno.ENOSPC, "No space left on device", "last.pt"),
-        }
+        images = [ValueError("cannot read image a.png"), OSError(errno.ENOSPC, "No space", "last")]
         memory = torch.OutOfMemoryError("CUDA out of memory")
         lists = {"classes": ["a", "é\udcff"], "images": ["/0", "/3"][: 3 - rank]}
 
@@ -93,12 +82,10 @@ def test_processes_agree_on_sums_values_and_errors(tmp_path):
                 values = [p.together(lambda: rank), p.on_first(lambda: {"from": rank})]
                 found = [total, p.gather(f"p{rank}"), values, p.size, p.first]
                 failing = [
-                    fail(errors.get(rank), rank if rank in errors else None, rank),
+                    fail(images[rank - 1], rank or None, rank),
                     fail(memory, 1, rank),
-                    fail((Interrupted(), None, ValueError("counts"))[rank], rank, rank),
+                    fail(Interrupted() if rank == 0 else ValueError("counts"), rank, rank),
                 ]
-                if rank == 1:
-                    failing[2] = lambda: None
                 found += [caught(p.together, each) for each in failing]
                 found.append(caught(p.on_first, fail(OSError(errno.EACCES, "No", "run"), 0, rank)))
                 found.append(caught(p.check_same, {"classes": ["a"]}))
@@ -114,7 +101,7 @@ def test_processes_agree_on_sums_values_and_errors(tmp_path):
         errors = [
             ["ValueError", f"cannot read image a.png (process 1 on {HOST})"],
             ["OutOfMemory", f"CUDA out of memory (process 1 on {HOST})"],
-            ["ValueError", f"counts (process 2 on {HOST})"],
+            ["ValueError", f"counts (process 1 on {HOST})"],
             ["PermissionError", "[Errno 13] No: 'run'"],
             None,
             [
@@ -154,14 +141,14 @@ MORE += [(0, "a stop")]
 )
 def test_the_failure_of_one_process_ends_all_with_its_reason_and_exit_code(tmp_path, what, failing):
     cause, own_code, reason, code = FAILURES[what]
-    size = 2 + failing
+    killed, size = isinstance(cause, signal.Signals), 2 + failing
 
     def work(rank):
         def tool():
             with joined() as processes, processes.guard():
                 processes.set_timeout(2.0)
                 processes.sum(1)
-                if rank == failing and isinstance(cause, signal.Signals):
+                if rank == failing and killed:
                     os.kill(os.getpid(), cause)
                 elif rank == failing:
                     raise cause
@@ -170,25 +157,20 @@ def test_the_failure_of_one_process_ends_all_with_its_reason_and_exit_code(tmp_p
         return run_tool(tool, several=True)
 
     def meanwhile(processes):
-        living = [each for rank, each in enumerate(processes) if rank != failing]
-        for process in living:
-            process.join(300)
+        for rank, process in enumerate(processes):
+            if rank != failing:
+                process.join(300)
         processes[failing].join(0 if cause == signal.SIGSTOP else 300)
         processes[failing].kill()
 
     ended = run_processes(size, work, tmp_path, meanwhile=meanwhile)
-    assert [each.code for each in ended] == [
-        own_code if rank == failing else code for rank in range(size)
-    ]
-    if what == "a mistake":
-        assert "Traceback" in ended[failing].err
-    told = rf"error: {reason}"
-    if failing == 0 and what == "out of memory":  # the first one says it itself
-        told, speaker = f"{told}\n", 0
-    else:
-        speaker = 1 if failing == 0 else 0
-        by = speaker if isinstance(cause, signal.Signals) else failing
-        told = rf"{told} \(process {by} on {HOST}\)\n"
+    codes = [own_code if rank == failing else code for rank in range(size)]
+    assert [each.code for each in ended] == codes
+    assert ("Traceback" in ended[failing].err) == (what == "a mistake")
+    # The first process speaks; where it is the one that failed, the second, but of its memory.
+    speaker = 0 if failing or what == "out of memory" else 1
+    place = rf" \(process {speaker if killed else failing} on {HOST}\)"
+    told = f"error: {reason}{place if speaker != failing else ''}\n"
     assert re.fullmatch(told, ended[speaker].err), ended[speaker].err
     others = [each.err for rank, each in enumerate(ended) if rank not in (failing, speaker)]
     assert others == [""] * len(others)
@@ -259,17 +241,6 @@ def torchrun(folder: Path, *options: str) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=out, stderr=err, cwd=ROOT, env=environment)
 
 
-def status(folder: Path) -> dict:
-    return json.loads((folder / "run" / "status.json").read_text())
-
-
-def lines(folder: Path) -> list[dict]:
-    """Of the metrics; the last one may still be in the writing."""
-    path = folder / "run" / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
 def process_of(launcher: subprocess.Popen, rank: int) -> int:
     """The id of the process of that number."""
     for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
@@ -284,9 +255,9 @@ def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
     out = (tmp_path / "out").read_text().splitlines()
     assert "6 steps on 2 processes (ddp), cpu" in out[1] and out[4].startswith("epoch 1/1")
     assert [line.startswith("test accuracy ") for line in out] == [*[False] * (len(out) - 1), True]
-    kinds = [(line["kind"], line["step"]) for line in lines(tmp_path)]
+    kinds = [(line["kind"], line["step"]) for line in lines(tmp_path / "run")]
     assert kinds == [*(("train", step) for step in range(1, 7)), ("epoch", 6), ("test", 6)]
-    found = status(tmp_path)
+    found = status_of(tmp_path / "run")
     assert (found["status"], found["exit_code"]) == ("finished", 0)
     assert found["provenance"]["processes"] == 2 and found["result"]["test_images"] == 359
 
@@ -295,22 +266,19 @@ def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_run_and_a_single_one_goes_on_with_it(tmp_path, rank, capsys):
     launcher = torchrun(tmp_path, *words("--epochs 5000 --save_every 1"))
-    start = time.monotonic()
-    while not any(line["step"] >= 3 for line in lines(tmp_path)):
-        assert launcher.poll() is None and time.monotonic() - start < LIMIT_S, (
-            tmp_path / "err"
-        ).read_text()
+    state, errors, start = tmp_path / "run" / "last.pt", tmp_path / "err", time.monotonic()
+    while not (state.exists() and state_of(state.parent)["position"]["step"] >= 3):
+        assert launcher.poll() is None and time.monotonic() - start < LIMIT_S, errors.read_text()
         time.sleep(0.2)
     os.kill(process_of(launcher, rank), signal.SIGKILL)
     assert launcher.wait(LIMIT_S) != 0
-    found, errors = status(tmp_path), (tmp_path / "err").read_text()
-    said = re.findall("^error: (.*)", errors, re.MULTILINE)
-    assert len(said) == 1 and re.fullmatch(rf"{LOST} \(process {1 - rank} on {HOST}\)", said[0])
+    found = status_of(state.parent)
+    [said] = re.findall("^error: (.*)", errors.read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"{LOST} \(process {1 - rank} on {HOST}\)", said)
     # Where the first process is the one that is dead, nobody writes how the run ended.
     if rank:
-        assert (found["status"], found["exit_code"]) == ("failed", 4) and found["reason"] == said[0]
+        assert (found["status"], found["exit_code"], found["reason"]) == ("failed", 4, said)
     else:
-        assert found["status"] == "running" and "exitcode: -9" in errors.replace(" :", ":")
+        assert found["status"] == "running"
         assert main(["train", *flags(tmp_path, "--resume", "--epochs", "2")]) == 0
         assert "resumes after epoch" in capsys.readouterr().out
-        assert status(tmp_path)["status"] == "finished"

@@ -1,6 +1,5 @@
 """The ends of a run: signals, memory, numbers, dead processes; and what a run says of itself."""
 
-import json
 import math
 import os
 import signal
@@ -20,10 +19,12 @@ from tests.helpers.resumed_runs import (
     status_of,
     stop_after,
 )
-from tests.helpers.small_runs import Quadrants, lines, quadrants, rows
+from tests.helpers.small_runs import TESTED, Quadrants, lines, quadrants, rows, script
+from tests.helpers.tools import assert_one_error
 from visionattn.cli.exit_codes import run_tool
 from visionattn.data.batches import SampleKey
-from visionattn.training import engine, optimize, run_progress, trainer
+from visionattn.training import engine, optimize, run_progress
+from visionattn.training.evaluate import Evaluation
 from visionattn.training.run_progress import Pace
 
 pytestmark = [
@@ -61,68 +62,55 @@ def test_a_step_that_takes_too_long_is_given_up_and_the_run_goes_on_bit_for_bit(
     assert_same_end(whole, folder)
 
 
-def lack_of_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+@pytest.mark.parametrize(
+    "lack",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    ],
+)
+def test_too_little_memory_is_a_result(tmp_path, whole, capsys, lack):
+    def fail():
+        raise lack
 
-
-def lack_of_main_memory() -> None:
-    where = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: "
-    raise RuntimeError(f"{where}can't allocate memory: 9 bytes")
-
-
-@pytest.mark.parametrize("fail", [lack_of_main_memory, lack_of_memory])
-def test_too_little_memory_is_a_result(tmp_path, whole, capsys, fail):
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 6, fail)
         code = run_tool(lambda: run(config_of(tmp_path)))
     error, status = capsys.readouterr().err, status_of(tmp_path / "small")
     assert code == status["exit_code"] == 3 and status["status"] == "oom"
     assert error == f"error: {status['reason']}\n"
-    assert error.startswith(
-        "error: out of memory at batches of 8 images of 16 x 16 pixels; use a smaller batch_size "
-        "with a larger optim.accumulate, "
-    )
-    assert "optim.accumulate" in error and "gradient checkpointing" in error
-    assert "the state of step 4 is kept" in error
+    for part in (
+        "out of memory at batches of 8 images of 16 x 16 pixels; use a smaller batch_size with",
+        "a larger optim.accumulate, ",
+        "gradient checkpointing",
+        "the state of step 4 is kept",
+    ):
+        assert part in error
     run(config_of(tmp_path, resume=True))
     assert_same_end(whole, tmp_path / "small")
 
 
-def strict(folder) -> dict:
-    """``status.json``, without the NaN that JSON does not have."""
-    return json.loads(
-        (folder / "status.json").read_text(),
-        parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
-    )
-
-
 def test_weights_that_are_not_finite_are_neither_kept_nor_a_result(tmp_path, capsys):
     """Two steps, too few for the count of losses in a row to end the run."""
-    config = config_of(
-        tmp_path, optim={"lr": 1e9, "min_lr": 1.0, "warmup_epochs": 0}, epochs=1, batch_size=32
-    )
+    optim = {"lr": 1e9, "min_lr": 1.0, "warmup_epochs": 0}
+    config = config_of(tmp_path, optim=optim, epochs=1, batch_size=32)
     assert run_tool(lambda: run(config)) == 1
-    status = strict(tmp_path / "small")
+    status = status_of(tmp_path / "small")
     assert (status["status"], status["exit_code"], status["result"]) == ("nan", 1, None)
     assert status["reason"].startswith("the loss on the validation images is nan (epoch 1 of 1): ")
     assert capsys.readouterr().err == f"error: {status['reason']}\n"
+    assert "NaN" not in (tmp_path / "small" / "status.json").read_text()  # which JSON has not
     assert not (tmp_path / "small" / "best.safetensors").exists()
 
 
 def test_a_loss_on_the_test_images_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
-    real = trainer.evaluate
-
-    def spoilt(*arguments, **options):
-        result = real(*arguments, **options)
-        return replace(result, loss=math.inf) if result.images == 29 else result
-
-    monkeypatch.setattr(trainer, "evaluate", spoilt)
+    script(monkeypatch, Evaluation(23, 1.0, 0.5, None, 1.0), test=replace(TESTED, loss=math.inf))
     assert run_tool(lambda: run(config_of(tmp_path, epochs=1))) == 1
-    status = strict(tmp_path / "small")
-    assert (status["status"], status["reason"].split(" is ")[0]) == (
-        "nan",
-        "the loss on the test images",
-    )
+    status = status_of(tmp_path / "small")
+    assert status["status"] == "nan"
+    assert status["reason"].startswith("the loss on the test images is ")
     assert lines(tmp_path / "small")[-1]["kind"] == "epoch"
 
 
@@ -131,7 +119,7 @@ def test_a_run_in_which_no_step_changed_the_weights_has_not_finished(tmp_path, m
     config = config_of(tmp_path, epochs=1, amp="fp16")
     for resume in (False, True):
         assert run_tool(lambda again=resume: run(replace(config, resume=again))) == 1
-        status = strict(tmp_path / "small")
+        status = status_of(tmp_path / "small")
         assert status["status"] == "nan"
         assert status["reason"].startswith("none of the 4 steps had a finite loss and gradient")
 
@@ -144,13 +132,11 @@ class Deadly(Quadrants):
 
 
 def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        engine, "build_splits", lambda *_: replace(quadrants(), train=Deadly(61, 1))
-    )
+    splits = replace(quadrants(), train=Deadly(61, 1))
+    monkeypatch.setattr(engine, "build_splits", lambda *_: splits)
     assert run_tool(lambda: run(config_of(tmp_path, data={"workers": 1}))) == 4
-    error, status = capsys.readouterr().err, status_of(tmp_path / "small")
-    assert error.startswith("error: a data loader process died: DataLoader worker")
-    assert error.count("\n") == 1
+    status = status_of(tmp_path / "small")
+    assert_one_error(capsys, "error: a data loader process died: DataLoader worker")
     assert (status["status"], status["exit_code"]) == ("failed", 4)
 
 
@@ -159,18 +145,12 @@ def test_the_pace_of_real_steps_is_told_once_with_the_time_that_is_left(tmp_path
     told = [pace.add(0.9, 0.9) for _ in range(10)]  # libraries and loaders start
     told += [pace.add(0.25, 1.0) for _ in range(40)]
     assert told.index(True) == 29 and sum(told) == 1
-    assert pace.line(90, 3).startswith(
-        "measured: 1.0 s per step, 25% of it waiting for data (data.workers 3, "
-    )
-    assert pace.line(90, 3).endswith(" cores); about 1 min 30 s left")
-
+    start = "measured: 1.0 s per step, 25% of it waiting for data (data.workers 3, "
+    line = pace.line(90, 3)
+    assert line.startswith(start) and line.endswith(" cores); about 1 min 30 s left")
     slow = Pace()
-    assert [slow.add(0.0, 25.0) for _ in range(6)].index(True) == 3 and slow.steps == 3
-
-    monkeypatch.setattr(run_progress, "PACE_SECONDS", 0.0)
-    monkeypatch.setattr(run_progress, "STARTING_STEPS", 0)
-    monkeypatch.setattr(run_progress, "PACE_STEPS", 1)
-    told = [line for line in run(config_of(tmp_path)).splitlines() if "waiting for data" in line]
-    assert len(told) == 1 and "data.workers 0" in told[0]
-    shares = [float(row["wait_share"]) for row in rows(tmp_path / "small")]
-    assert all(0 < share < 1 for share in shares) and len(shares) == 3
+    assert [slow.add(0.0, 25.0) for _ in range(6)].index(True) == 3
+    for name, value in {"PACE_SECONDS": 0.0, "STARTING_STEPS": 0, "PACE_STEPS": 1}.items():
+        monkeypatch.setattr(run_progress, name, value)
+    assert run(config_of(tmp_path)).count("waiting for data (data.workers 0") == 1
+    assert all(0 < float(row["wait_share"]) < 1 for row in rows(tmp_path / "small"))

@@ -6,46 +6,41 @@ import pytest
 import timm
 import torch
 
+from tests.helpers.resumed_runs import state_of
 from tests.helpers.small_runs import MODEL, SPEC, lines_of, quadrants, small_config
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.weights import load_model, save_model
-from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.freezing import begin_training, freeze
-from visionattn.training.optimize import make_optimizer
 from visionattn.training.training_cost import TrainingMemory
 
 TIMM = dict(img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=2, in_chans=1)
+DECODER = {"embed_dim": 16, "depth": 2, "num_heads": 2}
 DROPS = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, drop_path_rate=0.1, drop_rate=0.1)
 
 
 @pytest.mark.parametrize("frozen", ["backbone", 1])
 def test_a_run_changes_only_what_is_not_frozen(small, tmp_path, frozen):
+    start = str(tmp_path / "start.safetensors")
     options = dict(epochs=1, model={"drop_path_rate": 0.2, "reg_tokens": 1}, freeze=frozen)
-    config, start = small_config(tmp_path, **options), str(tmp_path / "start.safetensors")
+    config = small_config(tmp_path, init_from=start, **options)
     model, args = build_model(config.model, SPEC)
     save_model(start, model, config.model.name, args, SPEC)
+    before = model.state_dict()
+    learnt = {"head.weight", "head.bias"}
+    if frozen == 1:
+        stem = ("cls_token", "reg_token", "patch_embed.", "blocks.0.")
+        learnt = {name for name, _ in model.named_parameters() if not name.startswith(stem)}
     for decay in (0.5, 0.0):
-        config = small_config(
-            tmp_path, init_from=start, run=f"d{decay}", optim={"weight_decay": decay}, **options
-        )
-        assert any(" frozen)" in line for line in lines_of(config))
-        folder = tmp_path / f"d{decay}"
-        before = load_model(start).state_dict()
-        after = load_model(folder / "best.safetensors").state_dict()
+        optim = replace(config.optim, weight_decay=decay)
+        said = lines_of(replace(config, run=f"d{decay}", optim=optim))
+        assert any(" frozen)" in line for line in said)
+        after = load_model(tmp_path / f"d{decay}" / "best.safetensors").state_dict()
         changed = {key for key in before if not torch.equal(before[key], after[key])}
-        names = {name for name, _ in model.named_parameters()}
-        if frozen == "backbone":
-            learnt = {"head.weight", "head.bias"}
-        else:
-            assert {"head.weight", "norm.weight", "blocks.1.mlp.fc1.weight"} <= changed
-            stem = ("cls_token", "reg_token", "patch_embed.", "blocks.0.")
-            learnt = {name for name in names if not name.startswith(stem)}
-        assert changed and changed <= learnt
-        state = torch.load(folder / "last.pt", weights_only=True)["optimizer"]["state"]
-        assert len(state) == len(learnt)
+        assert "head.weight" in changed and changed <= learnt
+        assert len(state_of(tmp_path / f"d{decay}")["optimizer"]["state"]) == len(learnt)
 
 
 def test_frozen_parts_are_in_eval_mode_and_the_rest_is_not():
@@ -63,41 +58,41 @@ def test_frozen_parts_are_in_eval_mode_and_the_rest_is_not():
     freeze(network, "backbone")
     begin_training(network, "backbone")
     assert not network.bn1.training and network.fc.training
-    groups = make_optimizer(network, OptimConfig()).param_groups
-    assert [len(group["params"]) for group in groups] == [1, 1]
 
 
 def test_the_head_of_a_segmentation_model_is_what_follows_its_body():
-    body = timm.create_model("vit_tiny_patch16_224", num_classes=0, **TIMM)
-    model = Segmenter(body, 3)
+    model = Segmenter(timm.create_model("vit_tiny_patch16_224", num_classes=0, **TIMM), 3)
     freeze(model, "backbone")
     learnt = [name for name, each in model.named_parameters() if each.requires_grad]
     assert learnt == ["head.weight", "head.bias"]
 
 
 def test_the_estimate_of_memory_counts_no_optimiser_state_of_frozen_parameters(tmp_path):
-    def kept(frozen):
-        config = small_config(tmp_path, freeze=frozen)
-        model, _ = build_model(config.model, SPEC)
-        if frozen is not None:
-            freeze(model, frozen)
-        memory = TrainingMemory(config, model, quadrants(), torch.device("cpu"), Processes())
-        return memory.kept_bytes(), memory.step_bytes((8, 16, 16))
-
-    whole, probe = kept(None), kept("backbone")
-    assert probe[0] < whole[0] / 5 and probe[1] < whole[1]
+    config = small_config(tmp_path)
+    model, _ = build_model(config.model, SPEC)
+    memory = TrainingMemory(config, model, quadrants(), torch.device("cpu"), Processes())
+    whole, step = memory.kept_bytes(), memory.step_bytes((8, 16, 16))
+    freeze(model, "backbone")
+    config = replace(config, freeze="backbone")
+    memory = TrainingMemory(config, model, quadrants(), torch.device("cpu"), Processes())
+    assert memory.kept_bytes() < whole / 5 and memory.step_bytes((8, 16, 16)) < step
 
 
-def test_what_has_no_head_or_too_few_blocks_is_one_line():
-    spec = replace(SPEC, task="generate", num_classes=0, class_names=())
-    args = {"embed_dim": 16, "depth": 2, "num_heads": 2}
-    decoder, _ = build_model(ModelConfig("pixel_decoder", args), spec)
-    with pytest.raises(ValueError, match="^freeze backbone needs a head, and PixelDecoder has"):
-        freeze(decoder, "backbone")
-    model, _ = build_model(ModelConfig("scaleformer_vit_t", MODEL), SPEC)
-    with pytest.raises(ValueError, match="^expected freeze at most 2, the blocks of .*, got 3"):
-        freeze(model, 3)
-    with pytest.raises(
-        ValueError, match="^freeze 0 needs blocks, and ResNet has none; pass backbone"
-    ):
-        freeze(timm.create_model("resnet10t", num_classes=4), 0)
+@pytest.mark.parametrize(
+    ("name", "args", "frozen", "line"),
+    [
+        (
+            "pixel_decoder",
+            DECODER,
+            "backbone",
+            "freeze backbone needs a head, and PixelDec",
+        ),
+        ("scaleformer_vit_t", MODEL, 3, "expected freeze at most 2, the blocks of .*, got 3"),
+        ("resnet10t", {}, 0, "freeze 0 needs blocks, and ResNet has none; pass backbone"),
+    ],
+)
+def test_what_has_no_head_or_too_few_blocks_is_one_line(name, args, frozen, line):
+    spec = replace(SPEC, task="generate", num_classes=0) if name == "pixel_decoder" else SPEC
+    model, _ = build_model(ModelConfig(name, args), replace(spec, class_names=()))
+    with pytest.raises(ValueError, match=f"^{line}"):
+        freeze(model, frozen)

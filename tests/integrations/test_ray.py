@@ -1,7 +1,8 @@
-"""Features on a cluster of Ray: those of one run, whatever dies, and one line where there is no
-cluster.
+"""Features on a cluster of Ray: those of one run, whatever dies; stages of Ray Data; and one line
+where there is no cluster.
 """
 
+import json
 import os
 import re
 import shutil
@@ -15,8 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from filelock import FileLock
+from PIL import Image
 
 from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
@@ -24,7 +27,9 @@ from tests.helpers.ray_cluster import environment, two_nodes
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.inference.extraction import collect
 from visionattn.inference.feature_options import parse_extract
+from visionattn.inference.python_functions import extract_features
 from visionattn.inference.shards import read_features
+from visionattn.integrations.ray import SAMPLE, Decode, Embed
 from visionattn.integrations.ray_engine import check_nodes, extract_part
 
 extract = load_tool("extract_features")
@@ -169,12 +174,9 @@ def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folde
     lock.parent.mkdir(parents=True)
     first = FileLock(lock, thread_local=False)
     first.acquire()
-    waiting = threading.Timer(1.5, first.release)
-    waiting.start()
+    threading.Timer(1.5, first.release).start()
     begin = time.monotonic()
-    assert extract_part(told, "2/2") == (0, "")
-    assert time.monotonic() - begin > 1
-    waiting.join()
+    assert extract_part(told, "2/2") == (0, "") and time.monotonic() - begin > 1
     assert extract_part(told, "1/2") == (0, "")
     assert extract_part(told, "2/2") == (0, "")  # again, as where Ray lost the answer
     assert extract(["--merge", "--output", "out"]) == 0
@@ -197,3 +199,108 @@ def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin():
     check_nodes(ray, "CPU", 4, "threads")
     with pytest.raises(ValueError, match="no node of the cluster has 5 threads; the largest has 4"):
         check_nodes(ray, "CPU", 5, "threads")
+
+
+SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16)]
+
+
+@pytest.fixture
+def mixed(folder):
+    """Images of several sizes, of which one cannot be read."""
+    write_folder(folder / "images", SHAPES)
+    (folder / "images" / "3.png").write_bytes(b"no image")
+    return folder
+
+
+def rows_of(folder) -> dict[str, np.ndarray]:
+    paths = [str(folder / "images" / f"{i}.png") for i in range(len(SHAPES))]
+    return {"path": np.array(paths), "slide": np.arange(len(paths)) * 10}
+
+
+@pytest.mark.parametrize("img_size, dense", [(16, False), ("native", True)])
+def test_both_stages_or_the_second_alone_give_the_features_of_the_command(mixed, img_size, dense):
+    weights, rows = mixed / "best.safetensors", rows_of(mixed)
+    good = [0, 1, 2, 4, 5]
+    paths = [rows["path"][i] for i in good]
+    wanted = extract_features(weights, paths, dense=dense, img_size=img_size)
+    held = np.array([Path(path).read_bytes() for path in rows["path"]], object)
+    of_bytes = {"content": held, "slide": rows["slide"]}
+    options = {"column": "content", "img_size": img_size}
+    embed = Embed(weights, img_size=img_size, dense=dense)
+    embed_bytes = Embed(weights, dense=dense, **options)
+    for found in (
+        embed(rows),
+        embed(Decode(weights, img_size=img_size)(rows)),
+        embed_bytes(of_bytes),
+        embed_bytes(Decode(weights, **options)(of_bytes)),
+    ):
+        assert not {SAMPLE, "content"} & set(found)
+        assert found["slide"].tolist() == [0, 10, 20, 30, 40, 50]
+        assert found["status"].tolist() == ["ok"] * 3 + ["unreadable"] + ["ok"] * 2
+        assert found["reason"][3].startswith("unknown image format")
+        assert "".join(found["reason"][good]) == ""
+        assert (found["height"][good] == [SHAPES[i][0] for i in good]).all()
+        assert (found["width"][3], found["input_width"][3]) == (0, 0)
+        for number, i in enumerate(good):
+            assert np.abs(found["features"][i] - wanted[number].numpy()).max() < 1e-5
+        if dense:
+            assert found["features"][3].shape == (24, 0, 0)
+        else:
+            assert np.isnan(found["features"][3]).all() and found["features"].shape == (6, 24)
+
+
+def test_a_range_of_values_that_a_batch_alone_would_tell_fails_as_a_row(mixed):
+    levels = np.random.default_rng(0).integers(0, 900, (16, 16)).astype(np.uint16)
+    path = mixed / "images" / "grey.png"
+    Image.fromarray(levels).save(path)
+    rows, weights = {"path": np.array([str(path)])}, mixed / "best.safetensors"
+    found = Embed(weights)(rows)
+    assert found["status"].tolist() == ["unreadable"]
+    assert "value_range" in found["reason"][0]
+    assert Embed(weights, value_range=(0, 1023))(rows)["status"].tolist() == ["ok"]
+    with pytest.raises(ValueError, match="expected the column file, got path"):
+        Embed(weights, column="file")(rows)
+
+
+PIPELINE = """
+import json, sys
+import ray
+from visionattn.integrations.ray import Decode, Embed
+
+address, weights, *paths = sys.argv[1:]
+ray.init(address, log_to_driver=False)
+ray.data.DataContext.get_current().enable_progress_bars = False
+how = {"model": weights, "img_size": "native"}
+pool = ray.data.ActorPoolStrategy
+rows = ray.data.from_items([{"path": path} for path in paths], override_num_blocks=len(paths) // 2)
+rows = rows.map_batches(
+    Decode, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.3, compute=pool(size=1)
+)
+rows = rows.map_batches(
+    Embed, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.3,
+    compute=pool(min_size=1, max_size=2),
+)
+for row in rows.iter_rows():
+    values = [float(value) for value in row["features"]]
+    print("row", json.dumps([row["path"], row["status"], row["reason"], values]), flush=True)
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_pipeline_on_two_nodes_gives_every_row_once(mixed):
+    weights, paths = mixed / "best.safetensors", rows_of(mixed)["path"].tolist()
+    good = [path for path in paths if not path.endswith("/3.png")]
+    wanted = extract_features(weights, good, img_size="native").numpy()
+    with two_nodes() as nodes:
+        command = [sys.executable, "-c", PIPELINE, nodes.address, str(weights), *paths]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Ray prints to the same stream
+    found = [json.loads(line) for line in re.findall(r"row (\[.*\])$", done.stdout, re.MULTILINE)]
+    assert sorted(path for path, *_ in found) == sorted(paths)
+    known = {path: (status, reason, values) for path, status, reason, values in found}
+    status, reason, _ = known[paths[3]]
+    assert status == "unreadable" and reason.startswith("unknown image format")
+    for path, values in zip(good, wanted, strict=True):
+        assert known[path][0] == "ok" and np.abs(known[path][2] - values).max() < 1e-5
