@@ -231,6 +231,10 @@ def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
     pixels = np.array([[-5.0, 0.0, 2.0], [3.0, np.nan, np.inf]], np.float32)[..., None]
     got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
     np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
+    for dtype in ("float32", "uint16"):
+        said = f"^unknown value range of {dtype} values from 0 to 900; pass --data.value_range"
+        with pytest.raises(NotAsAsked, match=said):
+            seen(tiff(pattern(1, np.uint16, 900).astype(dtype)))
 
 
 def test_bands_are_picked_in_the_order_given_or_are_one_line():
@@ -243,6 +247,9 @@ def test_bands_are_picked_in_the_order_given_or_are_one_line():
     ):
         with pytest.raises(NotAsAsked, match=f"^{line}[^\n]*$"):
             seen(tiff(pattern(bands)), bands=wanted)
+    # Of four bands the first three are the colors, the fourth is transparency or infrared.
+    four = pattern(4)
+    np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
 
 
 VIEW = Geometry("native", None).view(HEIGHT, WIDTH)

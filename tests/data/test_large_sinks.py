@@ -154,6 +154,11 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
         with open_sink(path) as sink, pytest.raises(ValueError, match=said):
             sink.begin((384, 1024, 1024), np.float32)
     assert not [*tmp_path.iterdir()]
+    # Bytes that are written already need no room again.
+    for free in (2**30, 0):
+        usage.free = free
+        with open_sink(tmp_path / "map.npy") as sink:
+            sink.begin(SHAPE, np.float32)
 
 
 def test_two_processes_do_not_write_one_map(tmp_path):

@@ -217,8 +217,13 @@ def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(folder
     assert extract("--overwrite") == 0 and len(written(folder / "out")) == 2
 
 
-def test_files_of_others_are_neither_deleted_nor_replaced(folder):
+def test_files_of_others_are_neither_deleted_nor_replaced(folder, capsys):
     mine = folder / "out" / "features-2024.safetensors"
+    mine.parent.mkdir()
+    mine.write_bytes(b"mine")
+    refused(capsys, "pass another --output")
+    assert written(folder / "out") == {mine.name: b"mine"}
+    mine.unlink()
     assert extract() == 0
     mine.write_bytes(b"mine")
     assert extract("--overwrite", "--dense") == 0

@@ -78,6 +78,13 @@ def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the
     assert written(tmp_path / "small") | {"status.json": b""} == kept | {"status.json": b""}
 
 
+def test_what_is_refused_overwrites_nothing(tmp_path, small_run):
+    small_run()
+    kept = written(tmp_path / "small")
+    assert small_run(overwrite=True, model={"num_heads": 3})[0] == 2
+    assert written(tmp_path / "small") == kept
+
+
 def test_an_argument_that_timm_would_drop_is_refused():
     with pytest.raises(ValueError, match="model.args.init_values null has no effect"):
         build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)

@@ -4,6 +4,7 @@ early.
 
 import io
 import math
+import os
 import signal
 from dataclasses import replace
 from functools import partial
@@ -32,9 +33,11 @@ from tests.helpers.small_runs import (
     small_config,
 )
 from tests.helpers.tools import words
+from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Batch, Unreadable
 from visionattn.data.splits import SampleKey
+from visionattn.lab.report.run_reading import read_run
 from visionattn.model_config import ModelConfig
 from visionattn.models.building import build_model, check_img_size
 from visionattn.models.weights import load_model
@@ -42,6 +45,7 @@ from visionattn.training import engine, trainer
 from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
 from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.run_folder import run_folder
 
 pytestmark = pytest.mark.usefixtures("small")
 EVERYTHING = dict(
@@ -175,6 +179,13 @@ def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
     assert [line["kind"] for line in lines(tmp_path / "small")].count("test") == 1
 
 
+def test_sigterm_stops_a_run_as_ctrl_c_does(tmp_path, monkeypatch):
+    stop_after(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match="stopped after step 3 "):
+        run(small_config(tmp_path))
+    assert state_of(tmp_path / "small")["position"]["step"] == 3
+
+
 def test_a_second_ctrl_c_ends_at_once_and_the_handler_is_put_back(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     stop_after(monkeypatch, 3, lambda: (interrupt(), interrupt()))
@@ -200,6 +211,10 @@ def test_a_folder_in_use_is_refused_and_overwriting_deletes_only_what_a_run_wrot
     ):
         with pytest.raises(ValueError, match=line):
             run(small_config(tmp_path, **options))
+    refused = tmp_path / "refused"
+    refused.mkdir()
+    (refused / "status.json").write_text("{}")  # as a run that does not fit into memory leaves it
+    assert run_folder(small_config(tmp_path, run="refused")) == refused
     left = folder / ".last.pt.0123456789abcdef.visionattn.tmp"
     left.write_text("cut off")
     run(small_config(tmp_path, epochs=1, overwrite=True))
@@ -305,6 +320,17 @@ def test_an_unreadable_image_ends_the_run_with_its_path_and_loses_no_step(
     run(small_config(tmp_path, resume=True))  # the image being repaired
     run(small_config(tmp_path, run="whole"))
     same(*(state_of(tmp_path / name)["model"] for name in ("small", "whole")))
+
+
+def test_an_unreadable_image_is_left_out_where_that_is_asked_for_and_the_report_tells_it(
+    tmp_path, monkeypatch
+):
+    splits = replace(quadrants(), train=OneUnreadable(61, 1))
+    monkeypatch.setattr(engine, "build_splits", lambda *_: splits)
+    with pytest.warns(UserWarning, match="skipped unreadable image x/broken.png"):
+        run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
+    told = "unreadable images skipped (1): x/broken.png"
+    assert read_run(tmp_path / "small", "small").problems == [told]
 
 
 def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):

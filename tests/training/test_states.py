@@ -231,6 +231,22 @@ def test_between_epochs_a_run_may_take_other_batches_and_another_precision(tmp_p
     assert state_of(tmp_path / "small")["position"]["epoch"] == 3
 
 
+def test_best_weights_that_are_garbled_give_way_to_those_of_the_next_epoch(stopped):
+    best = stopped / "best.safetensors"
+    best.write_bytes(best.read_bytes()[:2000])
+    printed = run(config_of(stopped.parent, resume=True))
+    assert f"{best} is truncated or not a safetensors file" in printed
+    assert "; the weights of the next epoch replace it" in printed
+    assert status_of(stopped)["result"]["best_epoch"] > 1 and best_of(stopped)
+
+
+def test_a_state_of_another_version_is_refused_with_the_way_out(tmp_path):
+    torch.save({"format": checkpoint.STATE_FORMAT, "version": 99}, tmp_path / "last.pt")
+    line = "^expected state format .*, got 99 .*; resume with the visionattn that wrote it$"
+    with pytest.raises(ValueError, match=line):
+        checkpoint.read_state(tmp_path / "last.pt")
+
+
 def test_two_runs_are_never_at_work_in_one_folder(tmp_path, whole):
     """The second one is refused, whatever it is asked for, and the first one does not notice."""
     folder = tmp_path / "small"
