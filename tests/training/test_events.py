@@ -31,6 +31,7 @@ from visionattn.training.picture_sheet import (
     with_masks,
     with_outputs,
 )
+from visionattn.training.run_folder import clear
 from visionattn.training.trainer import Trainer
 
 THRESHOLDS = np.arange(127) / 126
@@ -267,6 +268,8 @@ def test_trackers_get_options_metrics_and_result_and_a_resumed_run_goes_on_there
     with pytest.warns(UserWarning, match="^mlflow lacks step [0-9]+: the server is gone"):
         run(replace(config, epochs=5, resume=True))
     assert [trackers["mlflow"][-3][1], trackers["wandb"][-3][1]] == [4 * 8, 5 * 8]
+    clear(folder)
+    assert not list(folder.glob("*.id"))
 
 
 def test_a_missing_tracker_is_one_line(tmp_path, monkeypatch):

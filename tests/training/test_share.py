@@ -36,7 +36,7 @@ from visionattn.models.weights import DataSpec, load_model, read_safetensors
 from visionattn.training import engine
 from visionattn.training.config import parse_train
 from visionattn.training.distil.distil_config import DistilConfig, parse_distil
-from visionattn.training.model_card import command_of
+from visionattn.training.model_card import _distilled, command_of
 
 NATIVE = DataSpec(2, 3, ("a", "b b", 'c"\n'), (0.3, 0.4), (0.2, 0.1), None, None, "native", 60)
 NATIVE = replace(NATIVE, bands=(2, 5), value_range=(-3.0, 700.0), page=2)
@@ -218,6 +218,19 @@ def test_the_card_of_distilled_weights_says_whom_they_imitate(here):
     ):
         assert re.search(part, card), part
     assert "secret" not in card
+    # As where the images have not the classes of the teacher.
+    status["result"] |= {"validation_accuracy": None, "test_accuracy": None}
+    (folder / "b" / "status.json").write_text(json.dumps(status))
+    assert main(["share", str(folder / "b" / "best.safetensors"), "--to", "other"]) == 0
+    card = (here / "other" / "README.md").read_text()
+    assert "Accuracy" not in card and "- loss of " in card
+
+
+def test_a_card_tells_teachers_that_were_drawn_from_those_with_weights():
+    named = DistilConfig(teacher="vit_tiny_patch16_224")
+    assert _distilled(named, "b")["random"]
+    for other in (replace(named, pretrained=True), DistilConfig(teacher="runs/best.safetensors")):
+        assert not _distilled(other, "b")["random"]
 
 
 def test_the_card_of_converted_weights_says_that_they_are_copied(here):

@@ -280,6 +280,14 @@ def test_the_report_names_every_output(runs, tmp_path, task, plots):
     assert "no images, since" not in text and text.count('aria-label="light') == plots
 
 
+def test_show_batch_names_the_labels(images, tmp_path):
+    for task, wanted in (("multilabel", "nw; se"), ("regression", "10")):
+        config = config_of(images, tmp_path, task)
+        for part in engine.first_batches(config):
+            names = [picture.captions[0] for picture in part.pictures]
+            assert any(wanted in name for name in names), names
+
+
 @pytest.mark.parametrize(
     ("task", "fields", "key"),
     [
