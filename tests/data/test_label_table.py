@@ -250,9 +250,12 @@ def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
     found = build_splits(config_of(root, **masked, **options), 0)
     assert [name[-17:] for name in found.validation.names()] == [paths[0]]
     assert found.train.weights.tolist() == [1.0] * 3
-    with pytest.warns(UserWarning, match="a group of its own"):
-        found = build_splits(config_of(root, **masked, group_from=r"(\d)", fold="2/4"), 0)
-    assert len(found.validation) == 1
+    for path in sorted(root.rglob("[0-3].png")):  # two images of each patient
+        path.rename(path.with_name(f"p{int(path.stem) // 2}_{path.name}"))
+    found = build_splits(config_of(root, **masked, group_from=r"(p\d)_", fold="2/2"), 0)
+    assert len(found.validation) == 2
+    assert len({Path(name).name.split("_")[0] for name in found.validation.names()}) == 1
+    paths = [f"images/deep/p{number // 2}_{number}.png" for number in range(4)]
     shared = table(paths=paths, split=splits, group=[*"xabx"])
     assert "1 of 3 groups of " in refused(ValueError, config_of(root, **masked, **shared))
 

@@ -70,6 +70,15 @@ def test_parameters_gradients_and_optimizer_state_are_the_bytes_of_their_tensors
     assert bytes_of(step.optimizer_state()) == state
 
 
+def test_a_checkpointed_block_keeps_its_input_alone():
+    def saved(depth: int, checkpointing: bool) -> int:
+        case = replace(BACKWARD, size=80, depth=depth, checkpointing=checkpointing)
+        return step_at(case).saved_bytes()
+
+    assert saved(2, True) - saved(1, True) == (25 + 1) * 192 * 4
+    assert saved(2, False) - saved(1, False) > 10 * 26 * 192 * 4
+
+
 @linux
 def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_saved():
     def sizes(case):

@@ -27,6 +27,7 @@ from visionattn.lab.sweep.head_grid import (
     Network,
     SweepCell,
     SweepPlan,
+    attention_of,
     make_networks,
     make_plan,
     model_of,
@@ -495,6 +496,24 @@ def test_networks_of_a_sweep_differ_in_the_attention_alone(name):
         assert model.global_pool == base.global_pool
         assert ("blocks.0.attn.temperature" in model.state_dict()) == (attention == "taylorshift")
         assert shapes_of(model) == shapes_of(base)
+
+
+def test_options_without_effect_on_another_attention_are_left_out():
+    mix = dict(attention=["window", "kernelized"], window_size=5, form="efficient", horizon=2)
+    size = dict(depth=2, embed_dim=24, img_size=32, patch_size=8)
+    base = ModelConfig("scaleformer_vit_t", size | mix | dict(feature_map="random"))
+    own = attention_of(on_meta(base, DataSpec(3, 4, (), (0.5,) * 3, (0.5,) * 3, None, 32)))
+    assert own == "window+kernelized"
+    (network,) = make_networks(SweepConfig(heads=[3]), own, base.name, [32])
+    assert network == Network(own, 3, None, 32)
+    kept = {
+        name: model_of(base, own, Network(name, 3, None, 32)).args
+        for name in (own, "window", "softmax")
+    }
+    assert kept[own] == base.args | {"num_heads": 3}
+    size |= {"num_heads": 3}
+    assert kept["window"] == size | dict(attention="window", window_size=5)
+    assert kept["softmax"] == size | dict(attention="softmax", horizon=2)
 
 
 def test_a_model_of_timm_is_swept_over_its_heads_alone():

@@ -166,6 +166,8 @@ REFUSED = {
     # Options that contradict each other.
     "--resume --overwrite": "resume continues a run and overwrite deletes it; pass only one",
     "--freeze backbone": "freeze backbone would keep random weights",
+    "--data.fit pad --data.img_size 32 --optim.mixup 0.5": "optim.mixup and optim.cutmix need "
+    "images without padding, got data.fit pad",
     "--parallel sequence --data.fit pad --data.img_size 16": "parallel sequence needs data.task "
     "classification, images without padding and no compilation; remove data.fit pad",
     "--parallel sequence --data.task segmentation": "parallel sequence needs",

@@ -164,6 +164,20 @@ def test_a_run_learns_masks_and_says_how_well(run):
     assert model.stride == 2
 
 
+def test_the_weights_of_a_run_give_masks_in_files(run, tmp_path):
+    folder, *_ = run
+    best = folder / "out/small/best.safetensors"
+    flags = "--checkpoint {} --images {} --output {}"
+    assert predict_tool(words(flags, best, folder / "data/test/images", tmp_path / "masks")) == 0
+    pairs = []
+    for path in (folder / "data/test/masks").iterdir():
+        known, found = (np.asarray(Image.open(p)) for p in (path, tmp_path / "masks" / path.name))
+        pairs.append((known[known != IGNORED], found[known != IGNORED]))
+    known, found = map(np.concatenate, zip(*pairs, strict=True))
+    ious = status_of(folder / "out" / "small")["result"]["test_ious"]
+    assert jaccard_score(known, found, average=None) == pytest.approx(ious)
+
+
 def test_weights_are_judged_at_several_sizes(run, tmp_path, capsys):
     best, kept = run[0] / "out/small/best.safetensors", tmp_path / "rows.json"
     flags = words("--checkpoint {} --img-size 16 32 --fit stretch --json {}", best, kept)
