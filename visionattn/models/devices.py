@@ -16,7 +16,7 @@ AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def precision_taken(amp: str, device: torch.device) -> str:
     """Return ``bf16`` or ``none`` for ``auto``: bf16 if the device supports its products; other
-    precisions are unchanged. Warn if they are slow.
+    precisions are unchanged. Warn about ``bf16`` on a CPU without bf16 units.
     """
     if amp == "auto":
         has = torch.cuda.is_bf16_supported if device.type == "cuda" else has_bfloat16_products
