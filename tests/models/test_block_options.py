@@ -179,6 +179,23 @@ def test_random_features_travel_with_the_weights(tmp_path):
         assert torch.equal(copied(image), out)
 
 
+# The published temperature
+
+
+def test_the_temperature_of_a_name_goes_with_its_attention(tmp_path):
+    """The published models beside softmax, their baseline."""
+    args = dict(attention="softmax", embed_dim=DIM, depth=2, num_heads=3, img_size=64)
+    model = create_model("taylorshift_abs_vit_t", num_classes=7, **args).eval()
+    assert model.blocks[0].attn.temperature is None
+    save_model(tmp_path / "model.safetensors", model, "taylorshift_abs_vit_t", args, SPEC)
+    image = draw_image().float()
+    assert torch.equal(load_model(tmp_path / "model.safetensors")(image), model(image))
+    mixed = create_model("taylorshift_abs_vit_t", **SMALL | dict(attention=MIX[3:5]))
+    assert mixed.blocks[0].attn.temperature_init == 1.0
+    with pytest.raises(ValueError, match="^temperature_init=2.0 has no effect"):
+        create_model("taylorshift_abs_vit_t", **args, temperature_init=2.0)
+
+
 # The gate
 
 

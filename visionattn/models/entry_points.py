@@ -28,7 +28,14 @@ from torch import nn
 from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import HEAD_ARGS
 from visionattn.models.pyramid import STRIDES
-from visionattn.models.registration import DEFAULTS, PYRAMID, class_of, is_ours, register_as
+from visionattn.models.registration import (
+    DEFAULTS,
+    PYRAMID,
+    args_of_name,
+    class_of,
+    is_ours,
+    register_as,
+)
 from visionattn.models.state_dicts import FeatureMaps, filter_pretrained
 from visionattn.models.weights import (
     FORMAT,
@@ -160,7 +167,7 @@ def register(module: str, name: str, args: dict[str, Any]) -> None:
             if Path(path).is_file():  # timm reports a missing file
                 check_hash(Path(path))
             stated, spec = _args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
-        args = DEFAULTS[name] | stated | kwargs
+        args = args_of_name(name, stated | kwargs) | stated | kwargs
         if not pretrained:
             return _build(name, pretrained, args)
         if spec is not None:

@@ -3,7 +3,7 @@ task by its name.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import timm
@@ -68,6 +68,16 @@ def register_as(create: Callable[..., nn.Module], module: str, name: str, doc: s
     register_model(create)
 
 
+def args_of_name(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one of our names, without its initial temperature if ``given``
+    chooses an attention that has none.
+    """
+    args = DEFAULTS.get(name.partition(".")[0], {})
+    if "taylorshift" in given.get("attention", "taylorshift"):
+        return dict(args)
+    return {key: value for key, value in args.items() if key != "temperature_init"}
+
+
 def complete(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model completed with the defaults of its name and class.
 
@@ -84,7 +94,7 @@ def complete(name: str, args: dict[str, Any]) -> dict[str, Any]:
     kind = WRITERS.get(name, VisionAttnTransformer)
     parameters = inspect.signature(kind).parameters.values()
     of_class = {p.name: p.default for p in parameters if p.default is not None}
-    whole = of_class | DEFAULTS.get(name.partition(".")[0], {})
+    whole = of_class | args_of_name(name, args)
     rest = {key: value for key, value in whole.items() if key not in STATED_ELSEWHERE}
     return args | {key: value for key, value in rest.items() if key not in args}
 

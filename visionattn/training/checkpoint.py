@@ -37,7 +37,7 @@ from visionattn.models.conversion import (
     open_teacher,
 )
 from visionattn.models.mixed_blocks import places_of_blocks
-from visionattn.models.registration import DEFAULTS, is_ours, split_args, with_head
+from visionattn.models.registration import DEFAULTS, args_of_name, is_ours, split_args, with_head
 from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import (
     FORMAT,
@@ -533,7 +533,7 @@ def converted_for(vit: nn.Module, model: ModelConfig, spec: DataSpec) -> Convert
 
 def given_to_teacher(model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of ``from_softmax`` for a model name and its arguments."""
-    family = DEFAULTS[model.name.partition(".")[0]]
+    family = args_of_name(model.name, model.args)
     return {key: family[key] for key in FAMILY if key in family} | model.args
 
 
