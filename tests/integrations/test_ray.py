@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tifffile
 from filelock import FileLock
 from PIL import Image
 
@@ -260,6 +261,24 @@ def test_a_range_of_values_that_a_batch_alone_would_tell_fails_as_a_row(mixed):
     assert Embed(weights, value_range=(0, 1023))(rows)["status"].tolist() == ["ok"]
     with pytest.raises(ValueError, match="expected the column file, got path"):
         Embed(weights, column="file")(rows)
+
+
+def test_stages_read_a_level_and_take_no_option_without_effect(folder):
+    weights, path = folder / "best.safetensors", folder / "levels.tif"
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.uint8)
+    with tifffile.TiffWriter(path) as file:
+        file.write(pixels, subifds=1, tile=(16, 16), photometric="rgb")
+        file.write(pixels[::2, ::2], subfiletype=1, tile=(16, 16), photometric="rgb")
+    rows, how = {"path": np.array([str(path)])}, {"img_size": "native", "level": 1}
+    (wanted,) = extract_features(weights, str(path), **how).numpy()
+    for found in (Embed(weights, **how)(rows), Embed(weights)(Decode(weights, **how)(rows))):
+        assert np.abs(found["features"][0] - wanted).max() < 1e-5
+    for stage, names in ((Decode, ("tiles", "amp", "device")), (Embed, ("tiles", "batch_size"))):
+        for name in names:
+            with pytest.raises(TypeError, match=f"no option '{name}'; the options are img_size"):
+                stage(weights, **{name: 2})
+    with pytest.raises(ValueError, match="expected an existing checkpoint or a timm model, got no"):
+        Embed("nowhere.safetensors")
 
 
 PIPELINE = """

@@ -76,10 +76,7 @@ def collect(options: ExtractOptions) -> Collection:
     opened = open_model(options, classifies=False)
     if options.blocks is not None:
         opened = with_blocks(opened, options.blocks)
-    if not options.dense:
-        opened.check_pooled()
-    elif not hasattr(opened.model, "forward_intermediates"):
-        raise ValueError(f"{opened.name} has no feature maps; remove --dense")
+    opened.check_features(dense=options.dense)
     if options.drawn:  # at the size that the model needs
         listing = Drawn(options.drawing(), options.seed, opened.geometry)
     division = _divide(options, listing) if options.probe and not options.dense else None
