@@ -26,12 +26,13 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
 from tests.helpers.tools import assert_one_error, load_tool, written
+from visionattn.cli.exit_codes import Failed
 from visionattn.inference.extraction import collect
 from visionattn.inference.feature_options import parse_extract
 from visionattn.inference.python_functions import extract_features
 from visionattn.inference.shards import read_features
 from visionattn.integrations.ray import SAMPLE, Decode, Embed
-from visionattn.integrations.ray_engine import check_nodes, extract_part
+from visionattn.integrations.ray_engine import check_nodes, connected, extract_part
 
 extract = load_tool("extract_features")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -200,6 +201,20 @@ def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin():
     check_nodes(ray, "CPU", 4, "threads")
     with pytest.raises(ValueError, match="no node of the cluster has 5 threads; the largest has 4"):
         check_nodes(ray, "CPU", 5, "threads")
+
+
+def test_a_cluster_that_does_not_start_is_one_line():
+    """Ray gives a node half a minute, which a busy machine exceeds."""
+
+    def init(*given, **options):
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    ray = SimpleNamespace(init=init, shutdown=list)
+    with (
+        pytest.raises(Failed, match="^Ray has not started at local: The current node timed out"),
+        connected(ray, "local"),
+    ):
+        pass
 
 
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16)]
