@@ -226,6 +226,7 @@ def test_one_line_with_code_2_and_nothing_written(files, capsys, monkeypatch, co
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *_: None if name == "zarr" else find(name)
     )
+    monkeypatch.setattr("visionattn.cli.progress.SECONDS_PER_LINE", 3600)  # on a busy machine
     monkeypatch.chdir(folder)
     assert main(COMMANDS[command].format(more).split()) == 2
     error = capsys.readouterr().err

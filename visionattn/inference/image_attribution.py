@@ -186,11 +186,11 @@ class ImageAttribution:
     Args:
         opened: the model.
         images: the images.
-        options: checked by ``look_options.check_asked``.
+        options: checked by ``inference_options.check``.
 
     Raises:
-        ValueError: the model has no classes or is not ours, or there is no such class, block, head
-            or token; one line.
+        ValueError: the model has no classes or is not ours, there is no such class, block, head or
+            token, or an option has no effect; one line.
     """
 
     def __init__(self, opened: Opened, images: ReadImages, options: LookOptions):
@@ -204,7 +204,8 @@ class ImageAttribution:
             if options.show != list(SHOWN) and not {"winners", "boxes"}.issuperset(options.show):
                 raise ValueError("a head on patches supports only --show winners and boxes")
             self.options = replace(options, show=["winners"])
-            check_asked(self.options)
+        check_asked(self.options)
+        if isinstance(model, PatchClassifier):
             return
         self.blocks = [block_number(model, index) for index in options.blocks]
         self.features_block = block_number(model, options.features_block)

@@ -87,7 +87,6 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
     )
     if options.model and timm.is_model(options.model) and not is_ours(options.model):
         raise ValueError(f"look needs a model of visionattn, got {options.model}")
-    check_asked(options)
     if not options.output:
         raise ValueError("expected --output: a folder for the pictures")
     check_picture_folder(Path(options.output), SUMMARY, options.overwrite)
@@ -95,12 +94,7 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
 
 
 def check_asked(options: LookOptions) -> None:
-    """Check the options of the pictures.
-
-    Raises:
-        ValueError: queries are wrong, or an option has no effect; one line.
-    """
-    parse_queries(options.queries)
+    """Raise ValueError if an option of a picture has no effect; one line."""
     usual = LookOptions()
     for key, shown in OF_PICTURES.items():
         if getattr(options, key) != getattr(usual, key) and shown not in options.show:

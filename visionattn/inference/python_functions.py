@@ -180,7 +180,7 @@ def look(model: Model, images: Images, **options: Any) -> "list[ClassAttribution
             head or token.
     """
     from visionattn.inference.image_attribution import ImageAttribution
-    from visionattn.inference.look_options import LookOptions, check_asked
+    from visionattn.inference.look_options import LookOptions
 
     if not isinstance(options.get("queries"), (str, NoneType)):
         options["queries"] = [
@@ -190,7 +190,6 @@ def look(model: Model, images: Images, **options: Any) -> "list[ClassAttribution
     if options.get("target") is not None:
         options["target"] = str(options["target"])
     asked = options_of_call(LookOptions, options)
-    check_asked(asked)
     with _opened(model, asked, classifies=True) as opened:
         read = ReadImages(listing_of(images), opened.spec, opened.geometry)
         attribution = ImageAttribution(opened, read, asked)
