@@ -53,8 +53,6 @@ ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
 """Arguments with which timm models accept images of any size: for models with absolute position,
 and for models with windows.
 """
-SCHEMES = ("hf-hub", "hf_hub", "local-dir")
-"""Beginnings of names of models in repositories and folders, as in timm."""
 READ_BY = ("in_chans", "encoding", "mean", "std", "bands", "value_range", "page")
 """Fields of a ``DataSpec`` that determine the pixel values of an image at its size."""
 
@@ -167,15 +165,14 @@ def options_naming(model: str | Path) -> dict[str, Any]:
             not state its model; one line.
     """
     name = os.fspath(model)
-    is_known = timm.is_model(name) or name.partition(":")[0] in SCHEMES
-    if os.path.isfile(name) or (os.path.isdir(name) and not is_known):
+    if os.path.isfile(name) or (os.path.isdir(name) and not timm.is_model(name)):
         if description(name) is None:
             raise ValueError(
                 f"{name} does not state the model of its weights; build the model, load them and "
                 "pass the module"
             )
         return {"checkpoint": name}
-    if not is_known:
+    if not timm.is_model(name):
         raise ValueError(f"expected an existing checkpoint or a timm model, got {name}")
     return {"model": name, "pretrained": True}
 
