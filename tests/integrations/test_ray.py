@@ -288,10 +288,9 @@ def test_stages_read_a_level_and_take_no_option_without_effect(folder):
     (wanted,) = extract_features(weights, str(path), **how).numpy()
     for found in (Embed(weights, **how)(rows), Embed(weights)(Decode(weights, **how)(rows))):
         assert np.abs(found["features"][0] - wanted).max() < 1e-5
-    for stage, names in ((Decode, ("tiles", "amp", "device")), (Embed, ("tiles", "batch_size"))):
-        for name in names:
-            with pytest.raises(TypeError, match=f"no option '{name}'; the options are img_size"):
-                stage(weights, **{name: 2})
+    for stage, option in ((Decode, "tiles"), (Decode, "device"), (Embed, "batch_size")):
+        with pytest.raises(TypeError, match=f"no option '{option}'; the options are img_size"):
+            stage(weights, **{option: 2})
     with pytest.raises(ValueError, match="expected an existing checkpoint or a timm model, got no"):
         Embed("nowhere.safetensors")
 
