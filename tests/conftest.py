@@ -45,11 +45,3 @@ def quick_python():
 def started_quickly(quick_python, monkeypatch):
     """Let what the test starts be started by that Python."""
     warm_python.use(quick_python, monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def trained_classifier(tmp_path_factory):
-    """A run whose classes are colors of one quadrant (``tests/helpers/trained_models.py``)."""
-    from tests.helpers.trained_models import train_classifier
-
-    return train_classifier(tmp_path_factory.mktemp("classifier"))

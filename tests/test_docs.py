@@ -81,6 +81,15 @@ def test_scripts_that_measure_a_figure_import_what_exists():
     assert gone == [] and len(scripts) > 3
 
 
+def test_scripts_that_measure_a_figure_run_at_a_small_size(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "figures")
+    pointing, writing = map(importlib.import_module, ("pointing", "writing"))
+    monkeypatch.setattr(pointing, "IMAGES", 1)
+    assert len(list(pointing.measure("taylorshift_vit_canvas", 128))) == 7
+    for way in writing.WAYS:
+        assert writing.Writer(way, "flat", 4, 2).step(3).shape == (2, 256)
+
+
 def test_readme_and_pages_are_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 160

@@ -1,5 +1,5 @@
-"""One of our models of a timm ViT: ``python tools/convert.py vit_small_patch16_224 --softmax-blocks
-9 11 --output FILE``.
+"""Convert a timm ViT to a model of visionattn: ``python tools/convert.py vit_small_patch16_224
+--softmax-blocks 9 11 --output FILE``.
 
 Exit codes: 0; 2 for bad input.
 """

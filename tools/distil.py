@@ -1,8 +1,8 @@
-"""Distil a softmax ViT: ``python tools/distil.py --config configs/distil_canvas.yaml``.
+"""Distill a softmax ViT: ``python tools/distil.py --config configs/distil_canvas.yaml``.
 
-Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would
-run. What it writes is in ``checkpoints/<run>/``, a run folder for each stage. Exit codes are those
-of ``tools/train.py``; ``--resume`` continues it.
+Every key of the YAML file is a flag; ``--help`` lists them, and ``--print_config`` prints the
+configuration. ``checkpoints/<run>/`` gets a run folder for each stage. Exit codes as
+``tools/train.py``; ``--resume`` continues a stopped run.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
-"""A model as a file that runs elsewhere: ``python tools/export.py
+"""Export a model for other runtimes: ``python tools/export.py
 checkpoints/digits/best.safetensors --format onnx --output digits.onnx``.
 
-Exit codes: 0; 2 for bad input, for what cannot be exported, and where the file does not give what
-the model gives.
+Exit codes: 0; 2 for bad input, for a model that cannot be exported, and if the file does not give
+the outputs of the model.
 """
 
 from functools import partial

@@ -1,11 +1,10 @@
-"""Features of images by any model: ``python tools/extract_features.py --checkpoint PATH --images
-FOLDER --output FOLDER``.
+"""Extract features of images with any model: ``python tools/extract_features.py --checkpoint PATH
+--images FOLDER --output FOLDER``.
 
-One vector per image, or with ``--dense`` one map, as safetensors with an index of paths;
-``--probe`` fits a linear probe and kNN on a labelled folder, and with ``--dense`` a linear probe of
-patches against the masks of drawn images. The same command resumes a killed run.
-Exit codes: 0; 2 for bad input; 3 where no image fits into memory; 4 where a process that reads
-images ended; 130 for Ctrl-C.
+Writes one vector per image, or with ``--dense`` one map, as safetensors with an index of paths.
+``--probe`` fits a linear probe and kNN on a labeled folder; with ``--dense`` it fits a linear probe
+of patches on generated images with masks. The same command resumes a killed run. Exit codes: 0; 2
+for bad input; 3 if no image fits into memory; 4 if a data loader process ended; 130 for Ctrl-C.
 """
 
 from functools import partial

@@ -1,10 +1,10 @@
-"""The attribution of a class in images: ``python tools/look.py CHECKPOINT IMAGE...
+"""Draw the attribution of a class over images: ``python tools/look.py CHECKPOINT IMAGE...
 --output FOLDER``.
 
-Over each image, at full resolution: the patches that win the pooling, the gradient times the input,
-and rows of attention; besides them the main components of the features, the relative tables, and a
-page of all. Exit codes: 0; 2 for bad input, when nothing is written; 3 where an image does not fit
-into memory; 130 for Ctrl-C.
+Draws, at full resolution, the patches that win the pooling, gradient times input and rows of
+attention; also the main components of the features, the relative tables, and an HTML page. Exit
+codes: 0; 2 for bad input (nothing is written); 3 if an image does not fit into memory; 130 for
+Ctrl-C.
 """
 
 from functools import partial

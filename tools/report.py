@@ -1,9 +1,9 @@
-"""A page about runs, sweeps and memory profiles: ``python tools/report.py checkpoints/digits
+"""Write a page about runs, sweeps and memory profiles: ``python tools/report.py checkpoints/digits
 checkpoints/sweeps/try``.
 
-One file of HTML that needs no network: results, curves, images with predictions, settings that
-differ, head counts, memory. It is ``report.html`` in the first folder unless ``--output`` says
-otherwise. Exit codes: 0; 2 for bad input.
+One HTML file that needs no network: results, curves, images with predictions, differing settings,
+head counts, memory. The default is ``report.html`` in the first folder. Exit codes: 0; 2 for bad
+input.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
-"""A checkpoint as timm and transformers load it: ``python tools/share.py
-checkpoints/digits/best.safetensors --to FOLDER``, or ``--to hf-hub:ORG/NAME`` to upload it.
+"""Write a checkpoint that timm and transformers load: ``python tools/share.py
+checkpoints/digits/best.safetensors --to FOLDER``; ``--to hf-hub:ORG/NAME`` uploads it.
 
-The folder is new, and there whole or not at all. Exit codes: 0; 2 for bad input, and where the hub
+FOLDER is new, and written completely or not at all. Exit codes: 0; 2 for bad input, and if the hub
 refuses; 130 for Ctrl-C.
 """
 

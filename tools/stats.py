@@ -1,7 +1,7 @@
-"""Means and spreads of one's own training images: ``python tools/stats.py --data.root FOLDER
---output stats.yaml``.
+"""Measure means and standard deviations of your training images: ``python tools/stats.py
+--data.root FOLDER --output stats.yaml``.
 
-The file goes to ``visionattn train`` as a further ``--config``. Exit codes: 0; 2 for bad input.
+Pass the file to ``visionattn train`` as a further ``--config``. Exit codes: 0; 2 for bad input.
 """
 
 from functools import partial

@@ -1,10 +1,9 @@
-"""The head-count ablation: ``python tools/sweep_heads.py --base configs/digits.yaml --heads 2 4
-8``.
+"""Train and measure a configuration over head counts: ``python tools/sweep_heads.py --base
+configs/digits.yaml --heads 2 4 8``.
 
-Trains and measures one configuration over head counts, attentions, forms, seeds and image sizes.
-The same command resumes an earlier one. Exit codes: 0; 2 for bad input, and if every training
-failed; 3 if ``--jobs`` trainings at a time do not fit into memory; 4 if some failed, after the
-table; 130 for Ctrl-C.
+Other axes are attentions, forms, seeds and image sizes. The same command resumes an earlier sweep.
+Exit codes: 0; 2 for bad input, and if every training failed; 3 if ``--jobs`` parallel trainings do
+not fit into memory; 4 if some failed, after the table; 130 for Ctrl-C.
 """
 
 from functools import partial

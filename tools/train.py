@@ -1,11 +1,10 @@
 """Train a model: ``python tools/train.py --config configs/digits.yaml --optim.lr 3e-4``.
 
-Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would
-run. What a run writes is in ``checkpoints/<run>/``. Exit codes: 0; 1 for a loss that is not finite;
-2 for bad input; 3 for too little memory; 4 where another process of the run ended; 130 for Ctrl-C,
-after which ``--resume`` continues. On several GPUs or machines:
-``torchrun --nproc-per-node 8 tools/train.py ...``, which itself ends with 0 or 1; ``status.json``
-has the code.
+Every key of the YAML file is a flag; ``--help`` lists them, and ``--print_config`` prints the
+configuration. The run is written to ``checkpoints/<run>/``. Exit codes: 0; 1 if the loss is not
+finite; 2 for bad input; 3 for too little memory; 4 if another process of the run ended; 130 for
+Ctrl-C, after which ``--resume`` continues. On several GPUs or machines: ``torchrun --nproc-per-node
+8 tools/train.py ...``, which itself ends with 0 or 1; ``status.json`` has the exit code.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
-"""Accuracy at several image sizes: ``python tools/validate.py --checkpoint PATH --img-size 128
-256``.
+"""Measure accuracy at several image sizes: ``python tools/validate.py --checkpoint PATH --img-size
+128 256``.
 
-The data are those of the ``config.yaml`` beside the checkpoint, unless flags say otherwise
-(``--data.name``, ``--data.root``); ``images/s`` counts the model alone, without the loading. Exit
-codes: 0; 2 for bad input.
+The data options come from the ``config.yaml`` next to the checkpoint, unless flags replace them
+(``--data.name``, ``--data.root``). ``images/s`` counts the model without data loading. Exit codes:
+0; 2 for bad input.
 """
 
 from functools import partial

@@ -23,7 +23,8 @@ from visionattn.data.data_config import DataConfig
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.images import fill
 from visionattn.data.splits import build_splits
-from visionattn.models.attribution import find_attribution, grid_of, watch
+from visionattn.models.attribution import find_attribution, watch
+from visionattn.models.patches import grid_of
 
 IMAGES = 200
 SIZES = {
@@ -51,8 +52,8 @@ def examples(
 
 def scores_of(model: torch.nn.Module, inputs: Tensor) -> tuple[int, dict[str, Tensor]]:
     """Return the class that a model finds, and the scores of patches (or pixels) by method."""
-    found, grid = find_attribution(model, inputs), grid_of(model, inputs)
     patch_px, prefix = tuple(model.patch_embed.patch_size), model.num_prefix_tokens
+    found, grid = find_attribution(model, inputs), grid_of(inputs.shape[2:], patch_px)
     gradient = found.gradient.double()
     mean = lambda x: avg_pool2d(x[None, None], patch_px)[0, 0]  # noqa: E731
     evenly = np.linspace(0, grid.num_patches - 1, min(GRID_ROWS, grid.num_patches))

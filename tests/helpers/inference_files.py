@@ -2,7 +2,6 @@
 shortest code there is.
 """
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.tools import read_csv
 from visionattn.models.registration import create
 from visionattn.models.weights import DataSpec, save_model
 
@@ -135,8 +135,7 @@ def direct(
 
 def read_index(folder: Path) -> list[dict[str, str]]:
     """The rows of the index of a folder of features."""
-    with open(folder / "index.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(folder / "index.csv")
 
 
 def read_map(path: str) -> np.ndarray:

@@ -265,8 +265,11 @@ def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
         assert other["box"] == one["box"]
         assert other["added"] == pytest.approx(one["added"], rel=1e-3)
     assert bands["rows"] == [] and "band by band" in (folder / "bands" / "index.html").read_text()
+    assert run("look", [*flags, "--show", "boxes", "--output", "boxes"]) == 0
+    boxes = json.loads((folder / "boxes" / "1-boxes.geojson").read_text())["features"]
+    assert len(boxes) == len(bands["winners"])
     assert run("look", [*flags, "--show", "rows", "--output", "rows"]) == 2
-    assert "band by band only --show winners works" in capsys.readouterr().err
+    assert "band by band only --show winners and boxes work" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("output", ["map.npy", "map.zarr", "map.tif"])

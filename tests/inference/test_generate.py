@@ -310,6 +310,7 @@ WRONG = [
     ({"img_size": 0}, "img_size must be above 0"),
     ({"keep": 0.5}, "keep needs --complete"),
     ({"classes": ["ash"]}, "classes need a model trained with classes"),
+    ({"classes": "ash"}, "classes must be a list, got ash"),
     ({"img_size": (2**12, 2**13)}, "got 64 of 4096 x 8192 px; lower count or img_size"),
     ({"count": 2**24 + 1}, "expected at most 16,777,216 images"),
     ({"complete": PICTURE, "keep": 1.0}, "keep must be above 0 and below 1, got 1.0"),

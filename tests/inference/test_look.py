@@ -167,6 +167,8 @@ def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     assert [row.place for row in again.rows] == [(1, 6), again.top]
     assert again.components.shape == (3, 5, 7) and again.shares.shape == (3,)
     assert again.patch_at(39, 0) == (4, 0) and again.box(4, 6) == Box(32, 48, 8, 8)
+    with pytest.raises(ValueError, match="queries must be a list, got top"):
+        visionattn.look(model, pixels, queries="top")
 
 
 TINY = ARGS | dict(global_pool="avgmax", class_token=True, reg_tokens=1, horizon=2)

@@ -298,3 +298,6 @@ def test_grey_and_transparent_pictures_equal_their_files(given):
     wanted = visionattn.predict(path, [as_colour, pixels[1]], device="cpu").probabilities
     for images in ([grey, opaque], [grey[:, :, None], Image.fromarray(opaque)]):
         assert torch.equal(visionattn.predict(path, images, device="cpu").probabilities, wanted)
+    bfloat16 = torch.from_numpy(as_colour.transpose(2, 0, 1).copy()).bfloat16()
+    found = visionattn.predict(path, [bfloat16], value_range=(0, 255), device="cpu")
+    torch.testing.assert_close(found.probabilities, wanted[:1], rtol=0, atol=1e-6)

@@ -21,9 +21,11 @@ from tests.helpers.inference_files import (
 )
 from tests.helpers.tools import written
 from visionattn.command import main
+from visionattn.models.registration import create
 from visionattn.models.weights import save_model
 
 MAX = ARGS | dict(global_pool="max", class_token=False)
+TOP = ARGS | dict(head_top=1)
 PLAIN = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3, relative="none")
 SOFTMAX = PLAIN | dict(attention="softmax")
 FILES = "--images images --workers 0"
@@ -162,6 +164,10 @@ REFUSED = [
     ("look", "--queries class", "has no class token"),
     ("look", "--target oak", "no class oak; the classes are ash, birch"),
     ("look", "--show winners --queries top", "queries needs --show rows"),
+    ("look", "--show winners --blocks 0", "blocks needs --show rows"),
+    ("look", "--show rows --features_block 0", "features_block needs --show features"),
+    ("look at", "patches.safetensors a.png --blocks 0", "blocks needs --show rows"),
+    ("look at", "patches.safetensors a.png --show rows", "a head on patches supports only --show"),
     ("look", "--images b.png", "expected images either first or with"),
     ("look at", "headless.safetensors a.png", "expected a model with classes, got"),
     ("look at", "plain.safetensors a.png --term place", "has no separate weights for content"),
@@ -195,6 +201,8 @@ def files(tmp_path_factory):
     body, spec = timm.create_model("scaleformer_vit_t", num_classes=0, **MAX), COLOUR
     spec = replace(spec, num_classes=0, class_names=())
     save_model(folder / "headless.safetensors", body, "scaleformer_vit_t", MAX, spec)
+    patches = create("scaleformer_vit_t", "classification", 4, 3, TOP)
+    save_model(folder / "patches.safetensors", patches, "scaleformer_vit_t", TOP, COLOUR)
     write_segmenter(folder / "painter.safetensors")
     write_decoder(folder / "decoder.safetensors", conditioned=True)
     write_decoder(folder / "five.safetensors", 5)
@@ -218,6 +226,7 @@ def test_one_line_with_code_2_and_nothing_written(files, capsys, monkeypatch, co
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *_: None if name == "zarr" else find(name)
     )
+    monkeypatch.setattr("visionattn.cli.progress.SECONDS_PER_LINE", 3600)  # on a busy machine
     monkeypatch.chdir(folder)
     assert main(COMMANDS[command].format(more).split()) == 2
     error = capsys.readouterr().err

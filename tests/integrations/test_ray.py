@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tifffile
 from filelock import FileLock
 from PIL import Image
 
@@ -25,12 +26,13 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
 from tests.helpers.tools import assert_one_error, load_tool, written
+from visionattn.cli.exit_codes import Failed
 from visionattn.inference.extraction import collect
 from visionattn.inference.feature_options import parse_extract
 from visionattn.inference.python_functions import extract_features
 from visionattn.inference.shards import read_features
 from visionattn.integrations.ray import SAMPLE, Decode, Embed
-from visionattn.integrations.ray_engine import check_nodes, extract_part
+from visionattn.integrations.ray_engine import check_nodes, connected, extract_part
 
 extract = load_tool("extract_features")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -201,6 +203,20 @@ def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin():
         check_nodes(ray, "CPU", 5, "threads")
 
 
+def test_a_cluster_that_does_not_start_is_one_line():
+    """Ray gives a node half a minute, which a busy machine exceeds."""
+
+    def init(*given, **options):
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    ray = SimpleNamespace(init=init, shutdown=list)
+    with (
+        pytest.raises(Failed, match="^Ray has not started at local: The current node timed out"),
+        connected(ray, "local"),
+    ):
+        pass
+
+
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16)]
 
 
@@ -260,6 +276,23 @@ def test_a_range_of_values_that_a_batch_alone_would_tell_fails_as_a_row(mixed):
     assert Embed(weights, value_range=(0, 1023))(rows)["status"].tolist() == ["ok"]
     with pytest.raises(ValueError, match="expected the column file, got path"):
         Embed(weights, column="file")(rows)
+
+
+def test_stages_read_a_level_and_take_no_option_without_effect(folder):
+    weights, path = folder / "best.safetensors", folder / "levels.tif"
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.uint8)
+    with tifffile.TiffWriter(path) as file:
+        file.write(pixels, subifds=1, tile=(16, 16), photometric="rgb")
+        file.write(pixels[::2, ::2], subfiletype=1, tile=(16, 16), photometric="rgb")
+    rows, how = {"path": np.array([str(path)])}, {"img_size": "native", "level": 1}
+    (wanted,) = extract_features(weights, str(path), **how).numpy()
+    for found in (Embed(weights, **how)(rows), Embed(weights)(Decode(weights, **how)(rows))):
+        assert np.abs(found["features"][0] - wanted).max() < 1e-5
+    for stage, option in ((Decode, "tiles"), (Decode, "device"), (Embed, "batch_size")):
+        with pytest.raises(TypeError, match=f"no option '{option}'; the options are img_size"):
+            stage(weights, **{option: 2})
+    with pytest.raises(ValueError, match="expected an existing checkpoint or a timm model, got no"):
+        Embed("nowhere.safetensors")
 
 
 PIPELINE = """

@@ -364,6 +364,7 @@ BAD_FLAGS = {
     "operations sdpa --tokens 0": "tokens must be at least 1, got 0",
     "operations sdpa --tokens 99999999999999": "its inputs need ",
     "operations relative --horizon -1": "horizon must be at least 0, got -1",
+    "operations sdpa window --horizon 2": "horizon has no effect without relative position",
     "operations sdpa --dtype int8": "dtype",
     "operations sdpa --seconds -1": "seconds must be at least 0, got -1",
     "operations sdpa --device cuda:99": "device 'cuda:99' is not available",

@@ -11,7 +11,6 @@ import pytest
 import timm
 import torch
 
-from tests.helpers.oracles import peak_bytes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli.exit_codes import Failed
 from visionattn.lab.cases import PRECISIONS, Case
@@ -36,21 +35,6 @@ def step_at(case: Case):
     step = warm_step(case, "cpu")
     place(step, case)
     return step
-
-
-@pytest.mark.parametrize(
-    ("model", "form", "sizes", "least", "most"),
-    [
-        ("taylorshift_vit_t", "efficient", (1024, 2048), 3.5, 16385 / 4097),  # buffers take 8 MB
-        ("vit_tiny_patch16_224+eager", "auto", (512, 736), 3.7, (2117 / 1025) ** 2),
-    ],
-)
-def test_memory_grows_with_the_tokens_of_ours_and_with_their_square_in_eager_attention(
-    model, form, sizes, least, most
-):
-    cases = [Case("model", model, px, depth=1, form=form) for px in sizes]
-    small, large = (peak_bytes(step_at(case).run) for case in cases)
-    assert least < large / small < most
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bfloat16", 2), ("amp_fp16", 4)])

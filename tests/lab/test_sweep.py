@@ -291,6 +291,7 @@ BAD = {
     "--base {base} --heads 2 --set model.name=resnet18 model.args={{}}": "unexpected keyword "
     "argument 'num_heads'",
     "--base {base} --heads 0": "heads must be at least 1, got 0",
+    "--base {base} --heads 2 --seeds 0 -1": "seeds must be at least 0, got -1",
     "--base {base} --heads 2 --attention linear": "attention[0] must be one of taylorshift, kern",
     "--base {base} --heads 2 --attention softmax --form "
     "direct": "--form and --train_form have no effect, because softmax attention",

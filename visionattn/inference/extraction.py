@@ -17,6 +17,7 @@ from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.files import check_folder, locked, unfinished
 from visionattn.data.kept_features import BACKBONE
 from visionattn.inference.feature_options import ExtractOptions, check
+from visionattn.inference.image_batches import check_any
 from visionattn.inference.image_listing import Listing, find_images
 from visionattn.inference.image_reading import ReadImages
 from visionattn.inference.image_run import ImageRun, read_as_asked
@@ -29,7 +30,6 @@ from visionattn.inference.shards import (
     CollectionPart,
     Pending,
     Shard,
-    check_any,
     check_ours,
     delete_from,
     read_features,
@@ -76,10 +76,7 @@ def collect(options: ExtractOptions) -> Collection:
     opened = open_model(options, classifies=False)
     if options.blocks is not None:
         opened = with_blocks(opened, options.blocks)
-    if not options.dense:
-        opened.check_pooled()
-    elif not hasattr(opened.model, "forward_intermediates"):
-        raise ValueError(f"{opened.name} has no feature maps; remove --dense")
+    opened.check_features(dense=options.dense)
     if options.drawn:  # at the size that the model needs
         listing = Drawn(options.drawing(), options.seed, opened.geometry)
     division = _divide(options, listing) if options.probe and not options.dense else None
@@ -234,7 +231,7 @@ class Extraction:
         files = _files(len(shard_paths(self.folder)))
         say(f"{total} images{speed if done < total else ''}: {files} and {index}")
         if self.part is None:
-            check_any(failed, total)
+            check_any(failed, total, "features")
         report_failed(failed, say)
         for text in self._probe():
             say(text)

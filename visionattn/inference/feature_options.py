@@ -121,8 +121,8 @@ def parse_extract(argv: Sequence[str], **about: str) -> ExtractOptions:
 
 
 def of_run(options: ExtractOptions) -> dict[str, Any]:
-    """Return the datasettings of the run next to a checkpoint, if it trained on the requested data;
-    else nothing.
+    """Return the data settings of the run next to a checkpoint, if it trained on the requested
+    data; else nothing.
 
     Raises:
         ValueError: its ``config.yaml`` is not a configuration; one line.

@@ -15,7 +15,14 @@ from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Box, Size, View, pixels
 from visionattn.inference.banded_inference import Banding
 from visionattn.inference.image_reading import ReadImages, Sample
-from visionattn.inference.look_options import CLASS, SHOWN, TOP, LookOptions, parse_queries
+from visionattn.inference.look_options import (
+    CLASS,
+    SHOWN,
+    TOP,
+    LookOptions,
+    check_asked,
+    parse_queries,
+)
 from visionattn.inference.model_opening import Opened
 from visionattn.layout import Grid
 from visionattn.model_config import VECTOR_TASKS, Task
@@ -179,11 +186,11 @@ class ImageAttribution:
     Args:
         opened: the model.
         images: the images.
-        options: checked by ``look_options.check_asked``.
+        options: checked by ``inference_options.check``.
 
     Raises:
-        ValueError: the model has no classes or is not ours, or there is no such class, block, head
-            or token; one line.
+        ValueError: the model has no classes or is not ours, there is no such class, block, head or
+            token, or an option has no effect; one line.
     """
 
     def __init__(self, opened: Opened, images: ReadImages, options: LookOptions):
@@ -197,6 +204,8 @@ class ImageAttribution:
             if options.show != list(SHOWN) and not {"winners", "boxes"}.issuperset(options.show):
                 raise ValueError("a head on patches supports only --show winners and boxes")
             self.options = replace(options, show=["winners"])
+        check_asked(self.options)
+        if isinstance(model, PatchClassifier):
             return
         self.blocks = [block_number(model, index) for index in options.blocks]
         self.features_block = block_number(model, options.features_block)
@@ -257,10 +266,10 @@ class ImageAttribution:
 
     def _in_bands(self, index: int, sample: Sample, path: str) -> ClassAttribution:
         """Compute it without the gradient, rows of attention and features."""
-        if "winners" not in self.options.show or not divides(self.model):
+        if not {"winners", "boxes"} & {*self.options.show} or not divides(self.model):
             raise ValueError(
                 "the image does not fit into memory in one pass; band by band only --show "
-                "winners works, for models that pool by maximum or mean; pass a smaller "
+                "winners and boxes work, for models that pool by maximum or mean; pass a smaller "
                 "--img-size"
             )
         banding = self.banding

@@ -65,6 +65,12 @@ def say_failed(failed: Sequence[Outcome], say: Callable[[str], None]) -> None:
         say(f"  and {len(failed) - LISTED} more")
 
 
+def check_any(failed: Sequence[Outcome], count: int, what: str) -> None:
+    """Raise ValueError or OutOfMemory if none of ``count`` images has an output, named ``what``."""
+    if len(failed) == count:
+        raise failed[0].error(f"none of the {count} images has {what}; first: ")
+
+
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
     """Group samples, in order, into batches of at most ``batch_size`` whose images have one size
     and one type.

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ def generate(model: nn.Module | str | Path, count: int | None = None, **options:
         OutOfMemory: a batch does not fit into memory; defined in ``visionattn.cli.exit_codes``.
     """
     images, seed = options.pop("complete", None), options.pop("seed", 0)
-    if options.get("classes") is not None:
+    if not isinstance(options.get("classes"), (str, int, NoneType)):
         options["classes"] = [str(each) for each in options["classes"]]
     complete = None if images is None else ["images"]
     asked = options_of_call(GenerateOptions, options, count=count, seed=seed, complete=complete)

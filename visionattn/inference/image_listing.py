@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from einops import rearrange
 from PIL import Image, ImageOps
-from torch import Tensor
+from torch import Tensor, bfloat16
 
 from visionattn.data.folder_walk import TEXTS, LeftOut, images_below, suffix_of
 from visionattn.data.formats import Source, check_file, extensions, is_folder_format
@@ -112,6 +112,7 @@ def as_held(picture: Picture | bytes, index: int = 0) -> Image.Image | np.ndarra
     array, what = picture, f"{picture.dtype} {list(picture.shape)}"
     if isinstance(array, Tensor):
         array = array.detach().cpu()
+        array = array.float() if array.dtype == bfloat16 else array  # unknown to NumPy
         array = (rearrange(array, "c h w -> h w c") if array.ndim == 3 else array).numpy()
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]

@@ -184,19 +184,22 @@ def parse_options(options_class: type[Options], argv: Sequence[str], **about: An
     return options
 
 
-def options_of_call(kind: type[Options], given: dict[str, Any], **more: Any) -> Options:
+def options_of_call(
+    kind: type[Options], given: dict[str, Any], *, only: Sequence[str] = (), **more: Any
+) -> Options:
     """Return the keyword arguments of a Python call as the options of its command.
 
     Args:
         kind: their dataclass.
         given: by name; sequences may be tuples, and None for ``device`` means ``auto``.
+        only: names of the options that the call has; empty: all except ``OF_COMMANDS``.
         more: options set by the call.
 
     Raises:
         TypeError: there is no such option.
         ValueError: a value has the wrong type; one line.
     """
-    known = [each.name for each in fields(kind) if each.name not in OF_COMMANDS]
+    known = only or [each.name for each in fields(kind) if each.name not in OF_COMMANDS]
     for key in given:
         if key not in known:
             raise TypeError(f"there is no option {key!r}; the options are {', '.join(known)}")

@@ -25,6 +25,9 @@ Shown = Literal["winners", "gradient", "rows", "features", "tables", "boxes"]
 SHOWN: tuple[Shown, ...] = ("winners", "gradient", "rows", "features", "tables")
 CLASS, TOP = "class", "top"
 """Query words: the class token, and the patch of the highest attribution."""
+OF_PICTURES = dict.fromkeys(("queries", "blocks", "head", "term"), "rows")
+OF_PICTURES |= {"features_block": "features"}
+"""Options of a picture, which need its word in ``show``."""
 EXAMPLE = "scaleformer_vit_digits docs/figures --output checkpoints/look"
 
 
@@ -84,7 +87,6 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
     )
     if options.model and timm.is_model(options.model) and not is_ours(options.model):
         raise ValueError(f"look needs a model of visionattn, got {options.model}")
-    check_asked(options)
     if not options.output:
         raise ValueError("expected --output: a folder for the pictures")
     check_picture_folder(Path(options.output), SUMMARY, options.overwrite)
@@ -92,15 +94,11 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
 
 
 def check_asked(options: LookOptions) -> None:
-    """Check the options of the pictures.
-
-    Raises:
-        ValueError: queries are wrong, or an option has no effect; one line.
-    """
-    parse_queries(options.queries)
-    for key, default in (("queries", None), ("head", None), ("term", "both")):
-        if getattr(options, key) != default and "rows" not in options.show:
-            raise ValueError(f"{key} needs --show rows")
+    """Raise ValueError if an option of a picture has no effect; one line."""
+    usual = LookOptions()
+    for key, shown in OF_PICTURES.items():
+        if getattr(options, key) != getattr(usual, key) and shown not in options.show:
+            raise ValueError(f"{key} needs --show {shown}")
 
 
 def parse_queries(given: Sequence[str] | None) -> list[str | tuple[int, int]] | None:

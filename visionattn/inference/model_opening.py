@@ -6,7 +6,9 @@ handled elsewhere.
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -76,13 +78,18 @@ class Opened:
     vector per image.
     """
 
-    def check_pooled(self) -> None:
-        """Raise ValueError if there are no features of a whole image."""
-        if self.body_alone:
+    def check_features(self, *, dense: bool) -> None:
+        """Raise ValueError if there are no feature maps (``dense``), or no features of a whole
+        image.
+        """
+        if self.body_alone and not dense:
             raise ValueError(
                 f"model {self.name} has a head on patches and no feature vector of an image; pass "
                 "dense"
             )
+        method = "forward_intermediates" if dense else "forward_head"
+        if not hasattr(self.model, method):
+            raise ValueError(f"{self.name} has no such features, because it has no {method}")
 
     def identity(self) -> dict[str, Any]:
         """Return everything that determines the model's outputs, as JSON types.
@@ -148,6 +155,26 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
         notes[0] += f"; padding is black for {name}"
     model = model.to(device).eval()
     return _opened(options, model, name, said, spec, geometry, device, tuple(notes), body_alone)
+
+
+def options_naming(model: str | Path) -> dict[str, Any]:
+    """Return the options for a checkpoint, or for a timm name with its pretrained weights.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no such checkpoint or name, or the checkpoint does
+            not state its model; one line.
+    """
+    name = os.fspath(model)
+    if os.path.isfile(name) or (os.path.isdir(name) and not timm.is_model(name)):
+        if description(name) is None:
+            raise ValueError(
+                f"{name} does not state the model of its weights; build the model, load them and "
+                "pass the module"
+            )
+        return {"checkpoint": name}
+    if not timm.is_model(name):
+        raise ValueError(f"expected an existing checkpoint or a timm model, got {name}")
+    return {"model": name, "pretrained": True}
 
 
 def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> Opened:

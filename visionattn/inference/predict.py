@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visionattn.cli.files import check_free, printable
 from visionattn.cli.tables import heading, line
-from visionattn.inference.image_batches import FIELDS, Outcome, say_failed
+from visionattn.inference.image_batches import FIELDS, Outcome, check_any, say_failed
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
@@ -87,8 +87,7 @@ def predict(options: PredictOptions, say: Callable[[str], None]) -> None:
         say(f"{done} of {len(images)} images have {what}: {output}")
         say_failed(failed, say)
     # The file is written anyway: its rows have the status of each image.
-    if not done:
-        raise failed[0].error(f"none of the {len(images)} images has a result; first: ")
+    check_any(failed, len(images), "a result")
 
 
 def result(outcome: Outcome, spec: DataSpec, top_k: int) -> dict[str, Any]:

@@ -6,14 +6,14 @@ Keyword arguments are the fields of the commands' options, documented in their d
 in this process unless ``workers`` is given.
 """
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ from visionattn.inference.inference_options import (
     check,
     options_of_call,
 )
-from visionattn.inference.model_opening import Opened, description, open_model, open_module
+from visionattn.inference.model_opening import Opened, open_model, open_module, options_naming
 from visionattn.inference.predict import all_outputs, count_of_classes, most_probable
 from visionattn.model_config import VECTOR_TASKS
 from visionattn.models.cost import Compute
@@ -154,11 +154,7 @@ def extract_features(model: Model, images: Images, **options: Any) -> Tensor | l
     """
     asked = options_of_call(DenseOptions, {"workers": 0} | options)
     with _opened(model, asked, classifies=False) as opened:
-        if not asked.dense:
-            opened.check_pooled()
-        method = "forward_intermediates" if asked.dense else "forward_head"
-        if not hasattr(opened.model, method):
-            raise ValueError(f"{opened.name} has no such features, because it has no {method}")
+        opened.check_features(dense=asked.dense)
         compute = last_map if asked.dense else pooled
         values = [outcome.value for outcome in _outcomes(opened, images, compute, asked)]
         native = opened.geometry.canvas is None
@@ -184,17 +180,16 @@ def look(model: Model, images: Images, **options: Any) -> "list[ClassAttribution
             head or token.
     """
     from visionattn.inference.image_attribution import ImageAttribution
-    from visionattn.inference.look_options import LookOptions, check_asked
+    from visionattn.inference.look_options import LookOptions
 
-    if options.get("queries") is not None:
+    if not isinstance(options.get("queries"), (str, NoneType)):
         options["queries"] = [
-            each if isinstance(each, str) else ",".join(map(str, each))
+            each if isinstance(each, (str, int)) else ",".join(map(str, each))
             for each in options["queries"]
         ]
     if options.get("target") is not None:
         options["target"] = str(options["target"])
     asked = options_of_call(LookOptions, options)
-    check_asked(asked)
     with _opened(model, asked, classifies=True) as opened:
         read = ReadImages(listing_of(images), opened.spec, opened.geometry)
         attribution = ImageAttribution(opened, read, asked)
@@ -214,18 +209,7 @@ def _opened(model: Model, options: OpenOptions, *, classifies: bool) -> Iterator
         with in_eval(model):
             yield open_module(model, options, classifies=classifies)
         return
-    # A path of a file, or the name of a timm model with pretrained weights.
-    if os.path.isfile(model) or (os.path.isdir(model) and not timm.is_model(str(model))):
-        options.checkpoint = os.fspath(model)
-        if description(options.checkpoint) is None:
-            raise ValueError(
-                f"{model} does not state the model of its weights; build the model, load them and "
-                "pass the module"
-            )
-    elif timm.is_model(str(model)):
-        options.model, options.pretrained = str(model), True
-    else:
-        raise ValueError(f"expected an existing checkpoint or a timm model, got {model}")
+    options = replace(options, **options_naming(model))
     check(options)
     yield open_model(options, classifies=classifies)
 

@@ -22,7 +22,7 @@ from visionattn.cli.files import check_folder, check_free, write_whole
 from visionattn.cli.untrusted import brief
 from visionattn.data.formats.reader import Reader, require
 from visionattn.data.geometry import Geometry
-from visionattn.inference.image_batches import FIELDS, Outcome, say_failed
+from visionattn.inference.image_batches import FIELDS, Outcome, check_any, say_failed
 from visionattn.inference.image_listing import find_images
 from visionattn.inference.image_run import ImageRun, read_as_asked
 from visionattn.inference.inference_options import PredictOptions
@@ -172,8 +172,7 @@ class MaskPredictor:
                     outcome = judged(found, self.opened.geometry)
                     rows.append(self._written(outcome, number))
                     failed += [outcome] if outcome.value is None else []
-            if len(failed) == len(rows):
-                raise failed[0].error(f"none of the {len(rows)} images has a mask; first: ")
+            check_any(failed, len(rows), "a mask")
             if not self.as_array:
                 self.output.mkdir(parents=True, exist_ok=True)
                 columns = [*FIELDS, *self.listing.columns, *self._columns()]

@@ -23,7 +23,7 @@ from visionattn.cli.files import check_folder, is_unfinished, write_whole
 from visionattn.cli.tables import read_rows
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.kept_features import BACKBONE, INDEX
-from visionattn.inference.image_batches import FIELDS, Outcome, say_failed
+from visionattn.inference.image_batches import FIELDS, Outcome, check_any, say_failed
 from visionattn.inference.result_files import difference, write_table
 
 FORMAT = "visionattn.features"
@@ -238,12 +238,6 @@ def write_index(path: Path, rows: Iterable[dict[str, Any]]) -> tuple[list[Outcom
     return failed, count
 
 
-def check_any(failed: list[Outcome], count: int) -> None:
-    """Raise ValueError or OutOfMemory if none of ``count`` images has features."""
-    if len(failed) == count:
-        raise failed[0].error(f"none of the {count} images has features; first: ")
-
-
 def report_failed(failed: list[Outcome], say: Callable[[str], None]) -> None:
     """Report the images without features."""
     if failed:
@@ -370,7 +364,7 @@ def merge(output: Path, say: Callable[[str], None], identity: dict[str, Any] | N
     rows = (row for part in parts for row in _indexed(part.folder(output), output))
     failed, count = write_index(index, rows)
     say(f"{count} images in {len(parts)} part{'s' * (len(parts) > 1)}: {index}")
-    check_any(failed, count)
+    check_any(failed, count, "features")
     report_failed(failed, say)
 
 

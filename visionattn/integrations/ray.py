@@ -17,9 +17,10 @@ import torch
 
 from visionattn.inference.image_batches import batch_samples, run_batch
 from visionattn.inference.image_listing import HeldImages, ListedFiles
-from visionattn.inference.image_reading import ReadImages, Sample
+from visionattn.inference.image_reading import Sample
+from visionattn.inference.image_run import read_as_asked
 from visionattn.inference.inference_options import InferenceOptions, check, options_of_call
-from visionattn.inference.model_opening import Opened, open_model
+from visionattn.inference.model_opening import Opened, open_model, options_naming
 from visionattn.models.patches import last_map, pooled
 
 Rows = dict[str, np.ndarray]
@@ -29,14 +30,17 @@ SAMPLE = "sample"
 
 
 class Stage:
-    """Base of both stages: a model, its preprocessing options, and the column of images."""
+    """Base of both stages: a model, its preprocessing options, and the column of images.
+
+    Attributes:
+        known: names of the options.
+    """
+
+    known = ("img_size", "fit", "max_patches", "bands", "value_range", "page", "level")
 
     def __init__(self, model: str | os.PathLike, column: str, how: dict[str, Any], **more: Any):
-        path = os.fspath(model)
-        which = (
-            {"checkpoint": path} if os.path.isfile(path) else {"model": path, "pretrained": True}
-        )
-        options = options_of_call(InferenceOptions, how, **which, **more)
+        which = options_naming(model)
+        options = options_of_call(InferenceOptions, how, only=self.known, **which, **more)
         check(options)
         self.column, self.options = column, options
         self.opened: Opened = open_model(options, classifies=False)
@@ -48,11 +52,10 @@ class Stage:
         given = list(rows[self.column])
         held = [isinstance(each, (bytes, bytearray, memoryview)) for each in given]
         listing = HeldImages([*map(bytes, given)]) if all(held) else ListedFiles(given)
-        spec = self.opened.spec
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # notes about one batch do not hold for others
-            images = ReadImages(listing, spec, self.opened.geometry)
-        if images.options.found and not spec.range_found:
+            images = read_as_asked(self.options, self.opened, listing)
+        if images.options.found and not self.opened.spec.range_found:
             # Do not guess the value range from one batch: other batches may differ. Such files fail
             images.options = replace(images.options, value_range=None, found=False)
         return [images[index] for index in range(len(images))]
@@ -65,15 +68,16 @@ class Decode(Stage):
         model: a checkpoint of this package, or the name of a model with weights in timm. It decides
             the preprocessing; its weights are released.
         column: the column with paths that all nodes can open, or with the bytes of files.
-        options: ``img_size``, ``fit``, ``max_patches``, ``bands``, ``value_range`` and ``page``, as
-            for ``visionattn.extract_features``.
+        options: ``img_size``, ``fit``, ``max_patches``, ``bands``, ``value_range``, ``page`` and
+            ``level``, as for ``visionattn.extract_features``.
 
     Raises:
         ValueError, FileNotFoundError: wrong model or options; one line.
+        TypeError: there is no such option.
     """
 
     def __init__(self, model: str | os.PathLike, *, column: str = "path", **options: Any):
-        super().__init__(model, column, options | {"device": "cpu"})
+        super().__init__(model, column, options, device="cpu")
         self.opened = replace(self.opened, model=torch.nn.Identity())
 
     def __call__(self, rows: Rows) -> Rows:
@@ -100,7 +104,10 @@ class Embed(Stage):
 
     Raises:
         ValueError, FileNotFoundError: wrong model or options; one line.
+        TypeError: there is no such option.
     """
+
+    known = (*Stage.known, "device", "amp")
 
     def __init__(
         self,
@@ -113,8 +120,7 @@ class Embed(Stage):
     ):
         super().__init__(model, column, options, threads=threads)
         self.dense = dense
-        if not dense:
-            self.opened.check_pooled()
+        self.opened.check_features(dense=dense)
 
     def __call__(self, rows: Rows) -> Rows:
         """Add ``features``, ``height``, ``width``, ``input_height``, ``input_width`` (0 if

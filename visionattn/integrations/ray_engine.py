@@ -102,10 +102,18 @@ def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def connected(ray: Any, address: str) -> Iterator[None]:
-    """Connect to a cluster; a local cluster ends with the context."""
+    """Connect to a cluster; a local cluster ends with the context.
+
+    Raises:
+        Failed: Ray does not start, for example because the machine is too busy; one line.
+    """
     given = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
     given = given if address == "local" else {}
-    ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **given)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **given)
+    except Exception as error:  # errors of Ray's processes have no class of their own
+        ray.shutdown()
+        raise Failed(f"Ray has not started at {address}: {first_line(error)}") from error
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ from visionattn.lab.case_comparison import (
 )
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compared_models import has_forms
-from visionattn.lab.compared_operations import FORMED
+from visionattn.lab.compared_operations import FORMED, position_named
 from visionattn.lab.gpu.gpu_table import benchmark_gpu
 from visionattn.models.devices import pick_device
 from visionattn.ops.attentions import FormChoice
@@ -258,11 +258,14 @@ class OperationOptions(CaseOptions):
         check_least(0, horizon=self.horizon)
         how = dict(backward=self.backward, batch=self.batch, heads=self.heads)
         how["horizon"] = self.horizon
-        return [
+        cases = [
             Case("operation", name, size, width, form, dtype, **how)
             for dtype, width, size, name in product(self.dtype, self.width, self.tokens, self.names)
             for form in ((self.form or ["efficient"]) if name.split("+")[0] in FORMED else ["auto"])
         ]
+        if self.horizon != OperationOptions.horizon and not any(map(position_named, cases)):
+            raise ValueError("horizon has no effect without relative position; remove it")
+        return cases
 
 
 @dataclass

@@ -83,6 +83,7 @@ def check_options(config: SweepConfig) -> None:
     if not config.heads:
         raise ValueError("expected --heads: head counts such as 4 8 16")
     check_least(1, heads=config.heads, img_size=config.img_size, jobs=config.jobs)
+    check_least(0, seeds=config.seeds)
     check_least(1, measure_batch=config.measure_batch, measure_rounds=config.measure_rounds)
     usual = SweepConfig.measure_batch, SweepConfig.measure_rounds
     if not config.measure and (config.measure_batch, config.measure_rounds) != usual:
