@@ -119,6 +119,7 @@ def test_what_a_model_cannot_compute_is_one_line():
     assert sized(torch.zeros(1, 3, 64, 64)).shape == (1, 11)
     pairs = torch.ones(17, 17, dtype=torch.bool)
     for call, size, message in (
+        (lambda x: model(x[0]), (64, 64), "expected images [B, C, H_px, W_px], got [3, 64, 64]"),
         (
             model,
             (1000, 1024),
