@@ -1,8 +1,9 @@
 """The command ``visionattn`` and its subcommands; ``tools/*.py`` call the same functions.
 
-This is the top of the package: it may import everything, and nothing imports it. Each subcommand
-checks the names of its options before it imports its modules. So ``visionattn --help`` and an error
-about a mistyped option do not wait for torch.
+This is the top of the package: it may import everything, and nothing imports it. ``visionattn
+--help`` does not wait for torch, nor does an error about a mistyped option of a subcommand whose
+options need no torch (``Subcommand.options``): their names are checked before its modules are
+imported.
 """
 
 import atexit

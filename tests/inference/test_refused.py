@@ -154,6 +154,8 @@ REFUSED = [
     ("drawn", "--data_args.distractors -1", "data_args.distractors must be at least 0, got -1"),
     ("drawn", "--img_size 40", "canvas of 40 pixels is too small for its digits; use at least 48"),
     ("drawn", "--img_size native", "canvas needs a size in pixels; pass --img-size"),
+    # Blocks of dense features.
+    ("features", "--dense --blocks 2", "error: blocks: expected blocks 0 to 1 of 2, got 2"),
     # Attribution.
     ("look at", "max.safetensors torn.png", "torn.png: "),
     ("look", "--blocks 2", "expected blocks 0 to 1 of 2, got 2"),

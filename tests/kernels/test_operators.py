@@ -142,16 +142,6 @@ def test_nothing_to_do_is_done_as_in_eager(function):
 
 @interpreted
 @BOTH
-def test_a_second_derivative_is_refused_plainly(function):
-    tensors = few_tokens()
-    out = function(**tensors, impl="triton").square().sum()
-    grad = torch.autograd.grad(out, tensors["q"], create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        grad.sum().backward()
-
-
-@interpreted
-@BOTH
 def test_autograd_keeps_memory_that_grows_with_the_tokens_alone(function, nothing_launched):
     table = draw_table(3, 3, 3, 16, seed=1).float().requires_grad_()
 

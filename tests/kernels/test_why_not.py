@@ -85,14 +85,6 @@ def test_triton_by_name_raises_the_reason_and_auto_takes_eager_on_a_processor(fu
 
 
 @interpreted
-def test_causal_attention_takes_eager_on_a_gpu(monkeypatch):
-    q, k, v = (x.float() for x in draw_qkv(queries=20, d=16, e=16).values())
-    monkeypatch.setattr(gpu_requirements, "_on_gpu", lambda x: True)
-    ran = attention_backends(lambda: kernelized_attention(q, k, v, causal=True))
-    assert ran and not any("triton" in name for name in ran)
-
-
-@interpreted
 @pytest.mark.parametrize(
     "name, relative", [("scaleformer_vit_t", "joint"), ("taylorshift_vit_t", "none")]
 )

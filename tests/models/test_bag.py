@@ -45,6 +45,8 @@ def test_the_order_of_the_tiles_and_the_place_of_the_bag_change_nothing(options)
     torch.testing.assert_close(model(features, places + torch.tensor([-4, 1000])), wanted)
     if options["relative"] != "none":  # but which tile lies where does
         assert (model(features[order], places) - wanted).abs().max() > 1e-3
+    else:  # nor do places farther apart than grids of relative position reach
+        torch.testing.assert_close(model(features, places * 10**6), wanted)
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)

@@ -185,6 +185,8 @@ REFUSALS = [
     ),
     ({}, dict(want="masks"), "has no classes of pixels"),
     ({}, dict(want="evidence", target=9), "expected class 0 to 4, got 9"),
+    ({}, dict(target=2), "target needs want 'evidence', got 'logits'; remove it"),
+    ({}, dict(sink=Rows(), want="pooled"), "a sink needs a map, got want 'pooled'; remove it"),
     ({}, dict(memory=1000), "below one band"),
     ({}, dict(source=Array(draw_image(40, 40)[..., :1])), "channels, as the model's, got 1"),
     ({}, dict(source=Array(draw_image(3, 40))), "3 x 40 pixels is smaller than a patch"),

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.helpers.oracles import assert_agree, draw, run
-from tests.ops.drawn_cases import Drawn
+from tests.ops.drawn_cases import DEFINITIONS, Drawn
 from visionattn.layers import Attention
 from visionattn.ops import reference
 
@@ -27,23 +27,16 @@ def attended(layer, q, k, v, layout, mask, causal):
     """What the heads of a layer give, by the quadratic definition of its operation."""
     key_mask = layout.key_mask(mask)
     if layer.centre_keys:
-        there = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-        counted = k.masked_fill(~there[:, None, :, None], 0)
-        k = k - counted.sum(2, keepdim=True) / there.sum(1)[:, None, None, None]
+        k = reference.centred_keys(k, key_mask)
+    own = {
+        "kernelized": dict(feature_map=layer.feature_map, causal=causal),
+        "taylorshift": dict(temperature=layer.temperature),
+        "softmax": dict(causal=causal),
+        "window": dict(layout=layout, key_mask=mask, window_size=3, shifted=True),
+    }[layer.attention]
     position = None if layer.relative is None else layer.relative(layout)
-    if layer.attention == "window":
-        own = dict(relative=position, window_size=3, shifted=True)
-        return reference.window_attention(q, k, v, layout=layout, key_mask=mask, **own)
-    if layer.attention == "softmax":
-        bias = None if position is None else reference.relative_bias(position, q)
-        return reference.softmax_attention(q, k, v, bias=bias, key_mask=key_mask, causal=causal)
-    if layer.attention == "taylorshift":
-        tau = layer.temperature
-        return reference.taylorshift_attention(
-            q, k, v, temperature=tau, relative=position, key_mask=key_mask
-        )
-    options = dict(relative=position, key_mask=key_mask, causal=causal)
-    return reference.kernelized_attention(q, k, v, feature_map=layer.feature_map, **options)
+    given = dict(relative=position, key_mask=key_mask) | own
+    return DEFINITIONS[layer.attention](q, k, v, **given)
 
 
 class ByHand(nn.Module):

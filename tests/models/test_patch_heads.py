@@ -59,6 +59,7 @@ def test_a_classifier_is_a_linear_layer_on_the_maps_of_its_blocks():
 @pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
 def test_the_unfilled_part_of_a_canvas_has_no_effect(task, attention):
     head = dict(head_hidden=8, head_depth=2, head_attention=attention)
+    head |= {"head_stride": 4} if task == "segmentation" else {}
     model = built("scaleformer_vit_t", task, OURS | head)
     x, sizes = torch.randn(1, 3, 24, 40, dtype=torch.float64), torch.tensor([[24, 40]])
     canvas = torch.full((1, 3, 48, 56), float("nan"), dtype=torch.float64)

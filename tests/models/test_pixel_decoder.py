@@ -161,6 +161,7 @@ def test_options_and_calls_that_do_not_fit_are_refused():
     for call, given, said in (
         (model, (images.expand(-1, 3, -1, -1),), r"integers \[B, 1, H, W\], got torch.uint8"),
         (model, (images.float(),), "got torch.float32"),
+        (model, (images.long() - 300,), "expected values 0 to 255 for levels 256, got -"),
         (model, (images, zero.expand(3)), "labels need a conditioned model"),
         (
             named,

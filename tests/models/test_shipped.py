@@ -97,15 +97,6 @@ def test_another_head_other_channels_and_features_are_as_timm_makes_them():
     assert [tuple(each.shape) for each in maps] == [(1, 64, 8, 12)] * 3
 
 
-def test_another_file_in_its_place_is_loaded(tmp_path):
-    torch.save(
-        load_file(shipped.FILES[ANY]) | {"head.bias": torch.arange(10.0)}, tmp_path / "w.pth"
-    )
-    overlay = dict(file=str(tmp_path / "w.pth"))
-    model = timm.create_model(ANY, pretrained=True, pretrained_cfg_overlay=overlay)
-    assert model.head.bias.tolist() == list(range(10))
-
-
 def test_it_reads_digits_that_it_was_not_trained_on():
     """Test digits of scikit-learn, by name and not by position; the run got 98.9 % of them."""
     from visionattn.data.data_config import DataConfig

@@ -133,15 +133,6 @@ def test_feature_maps_of_timm_and_of_ours(name, args, cell):
     assert torch.equal(forward_tiles(model, image, tile=160), model(image))
 
 
-def test_features_of_images_of_no_whole_patches_repeat_the_last_row_and_column():
-    model = timm.create_model("scaleformer_vit_t", **SMALL)
-    image = torch.randn(1, 3, 70, 41)
-    padded = torch.from_numpy(np.pad(image.numpy(), [(0, 0), (0, 0), (0, 10), (0, 7)], mode="edge"))
-    for want in ("dense", "logits"):
-        found = forward_tiles(model, image, tile=32, overlap=16, want=want)
-        assert torch.equal(found, forward_tiles(model, padded, tile=32, overlap=16, want=want))
-
-
 def test_logits_and_classes_of_the_pixels_of_a_segmentation():
     torch.manual_seed(4)
     body = timm.create_model("scaleformer_vit_t", **SMALL | dict(num_classes=0))

@@ -3,10 +3,8 @@
 from inspect import signature
 
 import pytest
-import torch
 
-from visionattn import ops
-from visionattn.ops import OPERATIONS, form_choice, reference
+from visionattn.ops import OPERATIONS, reference
 from visionattn.ops.attention_rows import ROWS
 from visionattn.ops.attentions import ATTENTIONS, FORMS
 
@@ -22,12 +20,4 @@ def test_a_row_says_what_the_operation_and_its_definition_take(name):
     defined = signature(getattr(reference, f"{name}_attention")).parameters
     for option in ("causal", "temperature", "feature_map"):
         assert getattr(kind, option) <= (option in defined), option
-
-
-def test_what_has_forms_has_a_choice_states_have_a_kind_and_all_have_rows():
-    for operation in ("taylorshift", "kernelized", "kernelized causal"):
-        assert form_choice.choose_form(operation, 77, 77, 16, 24) in FORMS
-    k = torch.ones(1, 1, 3, 4)
-    for name in (name for name, kind in ATTENTIONS.items() if kind.states):
-        assert ops.attend(k, ops.summarize(k, k, name)).values.shape == k.shape
-    assert set(ROWS) == set(ATTENTIONS)
+    assert name in ROWS

@@ -229,10 +229,10 @@ NUMBERS = [
     ("expected int64 [Q]", {"rows": torch.tensor(1)}),
 ]
 ROW_OPTIONS = {
-    "taylorshift": TAYLORSHIFT,
+    "taylorshift": [*TAYLORSHIFT, ("q list", {"q": [1], "temperature": torch.ones(3)})],
     "kernelized": KERNELIZED[:1],
     "softmax": [],
-    "window": [("pass layout", {"layout": None})],
+    "window": WINDOWS[:6],
 }
 
 

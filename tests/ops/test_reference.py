@@ -1,5 +1,5 @@
 """The definitions in ``reference.py`` against loops over single pairs, which know nothing of the
-package, and against numbers worked out by hand.
+package.
 """
 
 import math
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.drawn_cases import Drawn, paired
-from visionattn.ops import reference
 
 
 def dot(a: Iterable, b: Iterable) -> float:
@@ -192,40 +191,3 @@ def test_a_definition_is_the_mean_over_pairs_one_at_a_time(name):
             total = dot(weights, v[image, head, :, column])
             wanted[image, head, query, column] = total / mass if mass else 0.0
     torch.testing.assert_close(definition(**tensors), wanted, rtol=1e-13, atol=1e-14)
-
-
-# q = (1, 0), keys (0, 2) and (1, -3), values 10 and 20: the weights of both keys.
-HIGH = math.e / (math.e + 1)
-BY_HAND = {
-    # x = 0 and 1: 1 and 1 + 1 + 1/2; of unit length 0 and 3 / sqrt(10), times tau.
-    "taylorshift": ({}, (1, 2.5)),
-    # elu1: q becomes (2, 1), the keys (1, 3) and (2, e^-3).
-    "kernelized": ({}, (5, 4 + math.exp(-3))),
-    "relu": ({"feature_map": "relu"}, (0, 1)),
-    # Over the features of q, and along each feature of the two keys, times 2.
-    "softmax map": (
-        {"feature_map": "softmax"},
-        (
-            HIGH / (1 + math.e) + (1 - HIGH) / (1 + math.exp(-5)),
-            HIGH * math.e / (1 + math.e) + (1 - HIGH) / (1 + math.exp(5)),
-        ),
-    ),
-    "softmax": ({}, (1, math.exp(1 / math.sqrt(2)))),
-}
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_the_definitions_give_the_numbers_worked_out_by_hand(name):
-    options, (first, second) = BY_HAND[name]
-    rows = ([[1.0, 0.0]], [[0.0, 2.0], [1.0, -3.0]], [[10.0], [20.0]])
-    q, k, v = (torch.tensor(x, dtype=torch.float64)[None, None] for x in rows)
-    operation = getattr(reference, f"{name}_attention", reference.kernelized_attention)
-    wanted = (10 * first + 20 * second) / (first + second)
-    assert operation(q, k, v, **options).item() == pytest.approx(wanted, rel=1e-15)
-
-
-def test_output_scale_multiplies_by_the_root_of_the_keys_over_the_width():
-    _, definition, tensors = paired(Drawn(**SEQUENCE), "taylorshift")
-    _, scaled, _ = paired(Drawn(**SEQUENCE), "taylorshift", output_scale=True)
-    factor = (Drawn(**SEQUENCE).mask().sum(-1).double() / 4).sqrt()[:, None, None, None]
-    torch.testing.assert_close(scaled(**tensors), definition(**tensors) * factor)

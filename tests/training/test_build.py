@@ -85,6 +85,10 @@ def test_what_is_refused_overwrites_nothing(tmp_path, small_run):
     assert written(tmp_path / "small") == kept
 
 
-def test_an_argument_that_timm_would_drop_is_refused():
-    with pytest.raises(ValueError, match="model.args.init_values null has no effect"):
-        build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)
+@pytest.mark.parametrize(
+    ("key", "way_out"),
+    [("init_values", r"a value \(0 for no LayerScale\)"), ("horizon", "a value")],
+)
+def test_an_argument_that_timm_would_drop_is_refused(key, way_out):
+    with pytest.raises(ValueError, match=f"model.args.{key} null has no effect.*{way_out}$"):
+        build_model(ModelConfig("scaleformer_vit_pixel", {key: None}), SPEC)

@@ -40,6 +40,7 @@ from visionattn.inference.shards import (
     write_index,
 )
 from visionattn.inference.synthetic_sources import DigitSource, Division, Drawn
+from visionattn.models.mixed_blocks import places_of_blocks
 from visionattn.models.patch_heads import PatchModel
 from visionattn.models.patches import last_map, pooled
 from visionattn.models.registration import split_args, with_head
@@ -96,6 +97,8 @@ def with_blocks(opened: Opened, blocks: list[int]) -> Opened:
     """
     if isinstance(opened.model, PatchModel):
         raise ValueError(f"{opened.name} has a head that chooses the blocks; remove blocks")
+    if hasattr(opened.model, "blocks"):  # name the option of this command, not of the head
+        places_of_blocks(blocks, len(opened.model.blocks), "blocks")
     model = with_head(opened.model, "classification", 0, {"head_blocks": blocks})
     args = split_args(opened.args)[1] | {"head_blocks": model.taken}
     if getattr(opened.model, "dynamic_img_size", False):

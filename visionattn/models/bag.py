@@ -139,7 +139,9 @@ class BagEncoder(nn.Module):
             features, places = features[None], places[None]
             present = None if present is None else present[None]
         self._check(features, places, present)
-        layout = layout_of(places, present, self.num_prefix_tokens, self.horizon)
+        layout = TokenLayout(self.num_prefix_tokens, Grid(1, places.shape[1]), present=present)
+        if self.has_places:
+            layout = layout_of(places, present, self.num_prefix_tokens, self.horizon)
         if present is not None:  # absent features may be NaN, and are multiplied by weights
             features = features.masked_fill(~present.unsqueeze(2), 0)
         tokens = self.encode(features, layout)

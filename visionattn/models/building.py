@@ -89,9 +89,9 @@ def check_args(config: ModelConfig) -> None:
             raise ValueError(f"model.args.{key} is set by {source}; remove it")
     for key, value in config.args.items():
         if value is None:  # timm drops it
+            hint = " (0 for no LayerScale)" if key == "init_values" else ""
             raise ValueError(
-                f"model.args.{key} null has no effect; remove it, or pass a value (0 for no "
-                "LayerScale)"
+                f"model.args.{key} null has no effect; remove it, or pass a value{hint}"
             )
     if config.args.get("features_only"):
         raise ValueError(

@@ -39,8 +39,11 @@ class DynamicPatchEmbed(PatchEmbed):
         """Embed images.
 
         Raises:
-            ValueError: an image that is not a whole number of patches, or (strict) of another size.
+            ValueError: not four dimensions, an image that is not a whole number of patches, or
+                (strict) of another size.
         """
+        if x.ndim != 4:
+            raise ValueError(f"expected images [B, C, H_px, W_px], got {list(x.shape)}")
         check_image_size(self, *x.shape[-2:])
         return self.embed(x)
 

@@ -315,11 +315,13 @@ class PixelDecoder(nn.Module):
                 f"{list(images.shape)}"
             )
         size = images.shape[2], images.shape[3]
-        if is_readable(images) and images.numel() and int(images.max()) >= self.levels:
-            raise ValueError(
-                f"expected values 0 to {self.levels - 1} for levels {self.levels}, got "
-                f"{int(images.max())}; pass a larger --model.args.levels"
-            )
+        if is_readable(images) and images.numel():
+            least, most = (int(value) for value in images.aminmax())
+            if least < 0 or most >= self.levels:
+                got = least if least < 0 else f"{most}; pass a larger --model.args.levels"
+                raise ValueError(
+                    f"expected values 0 to {self.levels - 1} for levels {self.levels}, got {got}"
+                )
         return images.permute(0, 2, 3, 1).flatten(1).long(), size
 
     def _layout(self, size: Size) -> TokenLayout:

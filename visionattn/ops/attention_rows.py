@@ -39,7 +39,7 @@ from visionattn.ops.position.relative_position import (
     tables_of,
 )
 from visionattn.ops.taylorshift.taylorshift_features import unit
-from visionattn.ops.window import WINDOW_SIZE
+from visionattn.ops.window import WINDOW_SIZE, check_windows
 
 
 class AttentionRows(NamedTuple):
@@ -79,9 +79,9 @@ def taylorshift_rows(
     Raises:
         ValueError: as the operation, or ``rows`` is out of range.
     """
+    operands = _checked_operands(q, k, rows, relative, key_mask)
     check_coefficients(coefficients)
     check_temperature(temperature, q)
-    operands = _checked_operands(q, k, rows, relative, key_mask)
     (a, b, c), queries, keys = coefficients, operands.queries, operands.keys
     if temperature is not None:
         tau = temperature.to(queries.dtype)[:, None, None]
@@ -141,9 +141,8 @@ def window_rows(
     key_mask: Tensor | None = None,
 ) -> AttentionRows:
     """Return rows of ``window_attention``; arguments and errors as for ``taylorshift_rows``."""
+    check_windows(layout, relative, window_size)
     grid_layout = layout if relative is None else relative.layout
-    if grid_layout is None:
-        raise ValueError("expected layout, or relative with its own, got neither; pass layout")
     check_layout(grid_layout, q, k)
     if relative is None:
         key_mask = grid_layout.key_mask(key_mask)

@@ -306,7 +306,12 @@ def _table_of(relative: RelativePosition | None) -> Tensor | None:
     return None if relative is None else relative.table
 
 
-def _check(layout: TokenLayout | None, relative: RelativePosition | None, window_size: int) -> None:
+def check_windows(
+    layout: TokenLayout | None, relative: RelativePosition | None, window_size: int
+) -> None:
+    """Raise ValueError unless there is one layout, relative position on a grid if any, and a window
+    size of at least 1.
+    """
     if isinstance(relative, Flat):
         raise ValueError("relative: expected Joint or Axial for windows on a grid, got Flat")
     if (layout is None) == (relative is None):
@@ -386,7 +391,7 @@ def window_attention(
     5, in place of its bias, and smaller windows at the borders in place of its cyclic shift; prefix
     tokens are ours.
     """
-    _check(layout, relative, window_size)
+    check_windows(layout, relative, window_size)
     check_attention(q, k, v, key_mask, relative, signed=True)
     layout = layout if relative is None else relative.layout
     check_layout(layout, q, k)

@@ -84,13 +84,13 @@ def forward_tiled(
         source: the image, read once from top to bottom: a ``PartSource``, or for
             ``visionattn.forward_tiled`` anything that ``open_source`` opens: a path, an array, a
             tensor.
-        sink: receives a map; None: the map is returned.
+        sink: receives a map, only for maps; None: the map is returned.
         want: "logits" ``[1, num_classes]``; "pooled", the features before the classifier
             ``[1, D]``; "dense", the last feature map after the final norm ``[1, D, H, W]``;
             "masks", for a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``, and
             "probabilities", float16 ``[num_classes, H_px, W_px]``; "evidence", the attribution of
             a class (``models/attribution.py``), without the gradient.
-        target: for "evidence", the index of the class; None: the most probable.
+        target: only for "evidence", the index of the class; None: the most probable.
         memory: memory limit in bytes, in addition to the model and about 24 MiB that operations
             always need (``band_plan.WORKING_BYTES``); tokens that do not fit go to files in the
             system's temporary folder. None: 80 % of the available memory.
@@ -108,12 +108,17 @@ def forward_tiled(
 
     Raises:
         ValueError: a model whose blocks need all tokens at once, an image smaller than a patch, a
-            memory limit below one band, or a folder with the work of another call.
+            memory limit below one band, an option without effect, or a folder with the work of
+            another call.
         Stopped: Ctrl-C or SIGTERM, after at most one more band, if there is a ``work`` folder.
         Exceptions of the source, the sink and ``prepare``.
     """
     if want not in get_args(Want):
         raise ValueError(f"want {want!r}: expected one of {', '.join(get_args(Want))}")
+    if sink is not None and want not in ("dense", *OF_PIXELS):
+        raise ValueError(f"a sink needs a map, got want {want!r}; remove it")
+    if target is not None and want != "evidence":
+        raise ValueError(f"target needs want 'evidence', got {want!r}; remove it")
     body = check_tiled(model, want)
     with ExitStack() as stack:
         stack.enter_context(in_eval(model))
