@@ -231,6 +231,9 @@ def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
     pixels = np.array([[-5.0, 0.0, 2.0], [3.0, np.nan, np.inf]], np.float32)[..., None]
     got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
     np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
+    # The header of a PGM states the largest value.
+    pgm = b"P5\n2 1\n1000\n" + np.array([100, 500], ">u2").tobytes()
+    np.testing.assert_allclose(seen(io.BytesIO(pgm), channels=1)[0, :, 0], [0.1, 0.5], atol=1e-4)
     for dtype in ("float32", "uint16"):
         said = f"^unknown value range of {dtype} values from 0 to 900; pass --data.value_range"
         with pytest.raises(NotAsAsked, match=said):

@@ -166,16 +166,16 @@ def test_rows_and_options_that_do_not_fit_are_one_line(root, table, columns, opt
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("name", "text", "said"),
     [
-        (b"path,label\ncat/9.png,B\xe4r\n", "is not UTF-8 text; save the table as UTF-8"),
-        (b"path,label\ncat/9.png,a,b\ncat/8.png,a\n", "cannot read "),
+        ("t.csv", b"path,label\ncat/9.png,B\xe4r\n", "is not UTF-8 text; save the table as UTF-8"),
+        ("t.csv", b"path,label\ncat/9.png,a,b\ncat/8.png,a\n", "cannot read "),
+        ("t.jsonl", b'[{"path": "cat/9.png", "label": "a"}]\n', "expected the column path, got 0"),
     ],
 )
-def test_texts_that_are_no_table_are_refused(root, table, text, said):
-    given = table(label=LABELS)
-    Path(given["labels"]).write_bytes(text)
-    assert said in refused(ValueError, config_of(root, **given))
+def test_texts_that_are_no_table_are_refused(root, tmp_path, name, text, said):
+    (tmp_path / name).write_bytes(text)
+    assert said in refused(ValueError, config_of(root, labels=str(tmp_path / name)))
 
 
 def test_splits_come_from_the_column_or_else_from_the_folders(root, table):
@@ -248,7 +248,7 @@ def test_masks_take_splits_groups_and_weights_from_a_table(tmp_path, table):
     options = table(paths=paths, split=splits, group=[*"abbc"], weight=[2.5] * 4)
     masked = {"task": "segmentation", "masks": {"classes": ["a", "b", "c"]}}
     found = build_splits(config_of(root, **masked, **options), 0)
-    assert [name[-17:] for name in found.validation.names()] == [paths[0]]
+    assert [found.validation.name(0)[-17:]] == paths[: len(found.validation)]
     assert found.train.weights.tolist() == [1.0] * 3
     for path in sorted(root.rglob("[0-3].png")):  # two images of each patient
         path.rename(path.with_name(f"p{int(path.stem) // 2}_{path.name}"))

@@ -104,6 +104,7 @@ CASES = [
     (FOLDER | dict(labels="a.csv", task="generate"), "data.labels needs tasks with"),
     (FOLDER | dict(labels="a.csv", root="hfds/x"), "data.labels needs folders and tars"),
     (FOLDER | dict(columns=["a"]), "data.columns needs data.labels"),
+    (FOLDER | dict(labels="a.csv", columns=["a"]), "data.columns needs data.labels with data.task"),
     (
         FOLDER | dict(task="regression"),
         "data.task regression needs a label table; pass --data",
@@ -121,6 +122,10 @@ CASES = [
     (
         MASKED | dict(masks={"layers": {"red": "truth/red.tif"}}),
         "expected paths with {name} in data.masks.layers, got truth/red.tif",
+    ),
+    (
+        MASKED | dict(masks={"layers": RED | {"dots": "truth/{name}_D.jpg"}}),
+        "expected data.masks.layers to end in .png, .tif, .tiff, .bmp, .gif, got truth/{name}_D.j",
     ),
     (
         MASKED | dict(masks={"layers": {}}),

@@ -124,30 +124,19 @@ def test_the_share_of_crops_around_objects_contains_one(img_size):
     assert len(places) > 20
 
 
-def keys_of(batches, epoch, start=0):
-    batches._keys.epoch, batches._keys.start = epoch, start
-    return list(batches._keys)
-
-
 @pytest.mark.parametrize("sampler", [None, "balanced"])
 def test_each_image_gives_several_crops_per_epoch(tmp_path, sampler):
     write_classes(tmp_path / "train", {"bird": 9, "cat": 3})
     write_classes(tmp_path / "val", {"bird": 2, "cat": 2})
     config = config_of(tmp_path, fit="native", img_size=None, crop=8, crops=3, sampler=sampler)
     splits = build_splits(config, 0)
-    make = lambda: train_batches(splits, config, batch_size=5, seed=2)  # noqa: E731
-    parts = keys_of(make(), 1)
-    assert [len(part) for part in parts] == [5] * 7 + [1] and len(make()) == 8
+    batches = train_batches(splits, config, batch_size=5, seed=2)
+    batches._keys.epoch = 1
+    parts = list(batches._keys)
+    assert [len(part) for part in parts] == [5] * 7 + [1] and len(batches) == 8
     keys = [key for part in parts for key in part]
     counts = Counter(key.index for key in keys)
     labels = Counter(int(splits.train.labels[key.index]) for key in keys)
     assert set(counts.values()) == ({3} if sampler is None else {2, 6})
     assert labels == ({0: 27, 1: 9} if sampler is None else {0: 18, 1: 18})
     assert len({key.draw for key in keys}) == 36
-    # Resume and several processes draw the same.
-    assert keys_of(make(), 1, start=3) == parts[3:]
-    shared = [make(), make()]
-    for rank, each in enumerate(shared):
-        each.divide(rank, 2)
-    halves = zip(*(keys_of(each, 1) for each in shared), strict=True)
-    assert [first + second for first, second in halves] == parts

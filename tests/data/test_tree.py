@@ -136,6 +136,15 @@ def test_the_seed_holds_out_a_share_of_each_class(tmp_path):
     assert names[0] == names[1] != names[2]
 
 
+def test_links_in_a_tar_are_not_followed_and_told(tmp_path):
+    root = write(tmp_path / "a", "train/a:2 val/a:1", "folder")
+    os.link(root / "train/a/0.png", root / "train/a/2.png")
+    (root / "train/a/3.png").symlink_to("0.png")
+    tar = write(root, "", "tar")
+    with pytest.warns(UserWarning, match=f"^ignored in {tar}: files of other kinds: 2 links$"):
+        assert len(build_splits(config_of(tar), 3).train) == 2
+
+
 def test_a_tar_is_read_by_several_workers_and_holds_tars(tmp_path):
     for name, first in (("cat", 40), ("bird", 80)):
         write_tar(tmp_path / f"{name}.tar", [(f"{i}.png", encoded(first + i)) for i in range(4)])

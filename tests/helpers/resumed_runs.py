@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests.helpers.small_runs import (
     lines,
@@ -25,6 +24,7 @@ from tests.helpers.small_runs import (
 )
 from visionattn.cli.exit_codes import Stopped
 from visionattn.cli.files import unfinished
+from visionattn.models.weights import read_safetensors
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig
 from visionattn.training.trainer import Trainer
@@ -74,8 +74,7 @@ def state_of(folder: Path, name: str = "last.pt") -> dict:
 
 
 def best_of(folder: Path) -> tuple[dict, dict]:
-    with safe_open(folder / "best.safetensors", "pt") as file:
-        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return read_safetensors(folder / "best.safetensors")
 
 
 def status_of(folder: Path) -> dict:

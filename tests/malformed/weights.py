@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.malformed.mutations import GARBLED_JSON, shown
 from tests.malformed.runner import Case
 from tests.malformed.valid import EXPORT, EXTRACT, PREDICT, SHARE, VALIDATE
+from visionattn.models.weights import read_safetensors
 
 
 def change_metadata(change: Callable[[dict], Any]) -> Callable[[Path], None]:
@@ -21,16 +21,10 @@ def change_metadata(change: Callable[[dict], Any]) -> Callable[[Path], None]:
 
     def apply(folder: Path) -> None:
         path = folder / "run" / "best.safetensors"
-        metadata, tensors = read_weights(path)
+        metadata, tensors = read_safetensors(path)
         save_file(tensors, path, metadata=change(metadata))
 
     return apply
-
-
-def read_weights(path: Path) -> tuple[dict, dict]:
-    """Return the metadata and the tensors of a safetensors file."""
-    with safe_open(path, framework="pt") as file:
-        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 NESTED, NAN, INF = {"a": {"b": [1]}}, float("nan"), float("inf")
@@ -118,7 +112,7 @@ def change_tensors(change: Callable[[dict], dict]) -> Callable[[Path], None]:
 
     def apply(folder: Path) -> None:
         path = folder / "run" / "best.safetensors"
-        metadata, tensors = read_weights(path)
+        metadata, tensors = read_safetensors(path)
         save_file(change(tensors), path, metadata=metadata)
 
     return apply

@@ -1,7 +1,7 @@
 """``visionattn.train`` is the command ``train``, and raises where that ends."""
 
 import io
-from dataclasses import replace
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,7 @@ def test_a_training_comes_to_what_the_command_comes_to(tmp_path, capsys):
 
 def test_a_run_is_named_in_every_way_and_left_as_it_was(tmp_path):
     own = TrainConfig(model=ModelConfig(args={"depth": 2}), data=DataConfig(img_size=48), epochs=3)
-    before = replace(own)
+    before = deepcopy(own)
     found = config_of(own, {"optim": {"lr": 3e-4}, "data.img_size_choices": [48, 56]})
     assert own == before and (found.epochs, found.model.args) == (3, {"depth": 2})
     assert (found.optim.lr, found.data.img_size_choices) == (3e-4, [48, 56])

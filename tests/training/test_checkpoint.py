@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import visionattn
 from tests.helpers.small_runs import MODEL, SPEC, same, small_config, small_trainer
 from tests.helpers.tools import written
+from visionattn.models.registration import DEFAULTS, complete, is_ours
 from visionattn.models.weight_placement import place_weights
 from visionattn.models.weights import (
     DataSpec,
@@ -63,6 +64,20 @@ def test_a_saved_model_comes_back_with_its_arguments_and_its_data(tmp_path):
     args = json.loads(metadata["args"])
     assert args.items() >= MODEL.items() and args["attention"] == "kernelized"
     assert metadata["model"] == "scaleformer_vit_t"
+
+
+@pytest.mark.parametrize("name", [name for name in timm.list_models("*vit*") if is_ours(name)])
+def test_complete_arguments_build_the_same_model_whatever_the_defaults(name, monkeypatch):
+    # What data, not names, say of the pixel models and of those that come with weights.
+    size = {key: DEFAULTS[name][key] for key in ("img_size", "in_chans") if key in DEFAULTS[name]}
+    with torch.device("meta"):
+        expected, whole = timm.create_model(name), complete(name, {})
+        monkeypatch.setitem(DEFAULTS, name, {})
+        model = timm.create_model(name, num_classes=expected.num_classes, **size, **whole)
+    shapes = ({n: x.shape for n, x in of.state_dict().items()} for of in (model, expected))
+    assert next(shapes) == next(shapes)
+    assert model.global_pool == expected.global_pool
+    assert complete(name, whole) == whole
 
 
 def test_the_previous_state_stays_until_the_new_one_reads_back(tmp_path, monkeypatch):

@@ -216,6 +216,15 @@ def test_a_channel_that_float16_makes_constant_gets_no_huge_weight(root, tmp_pat
     assert 0 < model.head.weight[:, 3].abs().max() < 1e3
 
 
+def test_features_of_no_readable_image_are_one_line(root, tmp_path):
+    kept = copied(root / "classes_features", tmp_path / "kept")
+    text = (kept / "index.csv").read_text()
+    assert text.count(",ok,") == 30
+    (kept / "index.csv").write_text(text.replace(",ok,", ",unreadable,"))
+    with pytest.raises(ValueError, match="^expected feature maps of 48 channels in data.features"):
+        run(config_of(root, tmp_path, "classification", {}, features=kept))
+
+
 def test_features_are_found_by_the_end_of_their_paths(root, tmp_path):
     moved = copied(root / "classes_features", tmp_path / "moved")
     text = (moved / "index.csv").read_text().replace(str(root), "/elsewhere")

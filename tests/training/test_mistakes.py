@@ -131,7 +131,7 @@ def test_the_names_of_files_are_told_below_the_root(tmp_path):
         (root / split / kind).mkdir(parents=True, exist_ok=True)
         pixels = np.full((132, 72, 3), shade + 9 * i, np.uint8)
         Image.fromarray(pixels).save(root / split / kind / f"{i}.png")
-    data = {"name": "folder", "root": str(root), "fit": "native", "img_size": None}
+    data = {"name": "folder", "root": f"{root}/", "fit": "native", "img_size": None}
     lines_of(small_config(tmp_path, data=data, epochs=1, batch_size=3, optim={"warmup_epochs": 0}))
     found = read_by_class(tmp_path / "small" / "validation.json")
     assert found.mistakes

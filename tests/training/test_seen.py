@@ -69,6 +69,8 @@ CONTRADICTIONS = {
     "--max-patches=9 --img-size=32": "both limit the image size",
     "--max-patches=0": "max_patches must be above 0, got 0",
     "--data.augment=light": "data.augment applies only to training; remove it",
+    "--data.sampler=balanced": "data.sampler applies only to training; remove it",
+    "--data.mean 0.5 0.5 0.5": "data.mean applies only to training; remove it",
     "--fit=crop --img-size=30": "is not a whole number of 8-pixel patches",
 }
 
@@ -118,7 +120,7 @@ def test_a_run_does_not_go_on_with_other_images_of_equal_number(tmp_path, capsys
 def test_a_run_goes_on_with_its_images_elsewhere(tmp_path):
     assert train("--data.max_patches=24", "--epochs=1") == 0
     (tmp_path / "pages").rename(tmp_path / "moved")
-    assert train("--data.max_patches=24", "--resume", "--epochs=2", "--data.root=moved") == 0
+    assert train("--data.max_patches=24", "--resume", "--epochs=2", "--data.root=./moved/") == 0
 
 
 def test_a_run_on_images_of_many_sizes_goes_on_bit_for_bit(tmp_path):

@@ -34,7 +34,7 @@ from visionattn.models import from_softmax
 from visionattn.models.entry_points import images_cfg
 from visionattn.models.weights import DataSpec, load_model, read_safetensors
 from visionattn.training import engine
-from visionattn.training.config import parse_train
+from visionattn.training.config import DataConfig, TrainConfig, parse_train
 from visionattn.training.distil.distil_config import DistilConfig, parse_distil
 from visionattn.training.model_card import _distilled, command_of
 
@@ -252,6 +252,12 @@ def test_of_names_of_models_and_of_paths_a_command_tells_what_is_public():
         "vit_tiny_patch16_224.augreg_in21k": "vit_tiny_patch16_224.augreg_in21k",
     }.items():
         assert f"--teacher {told} " in command_of(DistilConfig(teacher=given))
+    keys = ("root", "labels", "features", "cache", "augment")
+    data = DataConfig(name="folder", **{key: f"/home/me/{key}" for key in keys})
+    command = command_of(TrainConfig(data=data, output="/home", init_from="/home/me/start"))
+    assert "--data.labels labels " in command and "/home" not in command
+    command = command_of(DistilConfig(teacher="a", data=data, teacher_cache="/home/me/tokens"))
+    assert "/home" not in command
 
 
 def card_without_run(here, spec):

@@ -253,14 +253,6 @@ def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
     assert str(Expected(None, 5)) == "peak memory: unknown for this model"
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda trainer, memory: memory.bytes_of((4, 16, 16)),
-        lambda trainer, memory: forward_seconds(trainer, (3, 16, 16)),
-    ],
-    ids=["memory", "time"],
-)
 def counted(trainer):
     """The memory of a model that draws numbers."""
     memory = TrainingMemory(trainer.config, trainer.model, quadrants(), CPU, Processes())

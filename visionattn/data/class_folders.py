@@ -1,6 +1,6 @@
 """The images of a folder or a tar, with splits, classes and masks from the folder structure.
 
-A tar is treated like the folder from which it was made.
+A tar is treated like the folder from which it was made, except that links in it are not followed.
 """
 
 import os
@@ -26,6 +26,7 @@ from visionattn.data.folder_walk import (
     suffix_of,
 )
 from visionattn.data.formats.known_formats import RASTER, ZARR, Source
+from visionattn.data.mask_values import MASK_SUFFIXES
 from visionattn.data.sources import Files, Member, TarMembers
 
 LAYOUT = "expected train/<class>/* and val/<class>/*, or <class>/*"
@@ -34,8 +35,6 @@ MASKED_LAYOUT = (
 )
 IMAGES, MASKS = "images", "masks"
 """Names of the folders of images and masks, in any case."""
-MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
-"""Suffixes of mask files; JPEG changes values."""
 BY_PATH = frozenset(RASTER.suffixes + ZARR.suffixes)
 """Suffixes of files that cannot be read inside another file."""
 
@@ -166,24 +165,29 @@ def _list_tar(root: str, left_out: LeftOut) -> list[Member]:
     """Return the images of a tar, in order."""
     try:
         with tarfile.open(root, "r:") as tar:
-            members = {member.path: member for member in _members(tar)}
+            members = {member.path: member for member in _members(tar, left_out.suffixes)}
     except tarfile.TarError as error:
         raise ValueError(f"cannot read {root} as a tar: {error}") from error
-    paths, left_out.suffixes = by_kind(members, BY_PATH)
+    paths, others = by_kind(members, BY_PATH)
+    left_out.suffixes += others
     return [members[path] for path in sorted(paths, key=in_order)]
 
 
-def _members(tar: tarfile.TarFile, within: str = "", start: int = 0) -> Iterator[Member]:
-    """Yield the files of a tar, and of tars in it, that are not hidden."""
+def _members(
+    tar: tarfile.TarFile, others: Counter[str], within: str = "", start: int = 0
+) -> Iterator[Member]:
+    """Yield the files of a tar, and of tars in it, that are not hidden; ``others`` counts links."""
     for info in tar:
         path = posixpath.join(within, info.name)
-        if not info.isfile() or any(map(is_hidden, _parts(path))):
+        if any(map(is_hidden, _parts(path))):
             continue
+        if info.issym() or info.islnk():
+            others["links"] += 1
         at = start + info.offset_data
-        if suffix_of(path) == ".tar" and not within:
+        if suffix_of(path) == ".tar" and info.isfile() and not within:
             with tarfile.open(fileobj=tar.extractfile(info), mode="r:") as inner:
-                yield from _members(inner, path[: -len(".tar")], at)
-        else:
+                yield from _members(inner, others, path[: -len(".tar")], at)
+        elif info.isfile():
             yield Member(path, at, info.size)
 
 

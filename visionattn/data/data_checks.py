@@ -142,7 +142,11 @@ def _check_acts(config: DataConfig) -> None:
         (("masks",), masked, "folder with data.task segmentation"),
         (("labels", "columns", "group_from"), folder and not (stream or table), "folders and tars"),
         (("fold",), folder and not stream, "images in folders, tars and hfds/..."),
-        (("columns",), config.labels is not None, "data.labels"),
+        (
+            ("columns",),
+            config.labels is not None and config.task in VECTOR_TASKS,
+            "data.labels with data.task multilabel or regression",
+        ),
         (("labels",), config.task != "generate", "tasks with labels"),
         (("root",), config.name not in EMBEDDED, "images in files (--data.name folder)"),
         (("max_patches",), not drawn, "images that are read, and not drawn at data.img_size"),

@@ -232,9 +232,11 @@ class ImageDataset(Dataset):
         return canvases(self.sizes(), geometry)
 
     def names(self) -> list[str]:
-        """Return the path of each image relative to the folder that holds them all."""
-        names = [self.source.name(index) for index in self.indices.tolist()]
-        shared = len(os.path.commonpath(names)) if len(names) > 1 else 0
+        """Return the path of each image relative to the folder that holds them all, however the
+        root is spelled.
+        """
+        names = [os.path.normpath(self.source.name(index)) for index in self.indices.tolist()]
+        shared = len(os.path.commonpath(map(os.path.dirname, names)))
         return [name[shared:] for name in names]
 
     def digests(self) -> np.ndarray:

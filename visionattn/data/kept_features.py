@@ -166,7 +166,8 @@ class KeptDataset(ImageDataset):
 
         The deviation is at least the rounding of float16, because the model has float32 features.
         """
-        count, total, square = 0, torch.zeros(()), torch.zeros(())
+        width = int(self.shapes[:, 0].max())
+        count, total, square = 0, *torch.zeros(2, width, dtype=torch.float64)
         for number, row in enumerate(self.rows):
             if row["status"] == "ok":
                 rows, columns = self.filled(number)

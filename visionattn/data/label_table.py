@@ -141,7 +141,8 @@ class LabelTable:
     def _need(self, *columns: str) -> None:
         """Raise ValueError unless the table has these columns."""
         if missing := [name for name in columns if name not in self.rows]:
-            hint = "; separate columns by commas" if len(self.rows.columns) == 1 else ""
+            one_column = len(self.rows.columns) == 1 and suffix_of(self.file) == ".csv"
+            hint = "; separate columns by commas" if one_column else ""
             raise ValueError(
                 f"expected the column {listed(missing)}, got {listed(self.rows)} "
                 f"({self.file}){hint}"
@@ -209,4 +210,5 @@ def _read(file: str) -> "DataFrame":
         raise ValueError(f"cannot read {file} as {suffix[1:]}: {one_line(error)}") from error
     if not len(rows):
         raise ValueError(f"{file} has no rows")
+    rows.columns = rows.columns.map(str)  # numbers where lines of JSON are lists
     return rows.astype(object).where(rows.notna(), "")

@@ -14,6 +14,7 @@ from PIL import Image
 
 from visionattn.cli.untrusted import checked, read_yaml
 from visionattn.data.data_config import DataConfig
+from visionattn.data.folder_walk import suffix_of
 from visionattn.data.formats.reader import NotAsAsked
 from visionattn.data.formats.tiff_pages import MIN_IS_WHITE, PHOTOMETRIC
 from visionattn.models.segmentation import IGNORED
@@ -35,6 +36,8 @@ NUMBERS: Pairs = frozenset({(0, 0), (1, GREY_STEP)})
 """The classes 0 and 1 as plain numbers, in a mask without palette."""
 BACKGROUND = "background"
 """Name of class 0 of masks with one file per class."""
+MASK_SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
+"""Suffixes of mask files; JPEG changes values."""
 CLASS_FILES = ("classes.yaml", "classes.json")
 """Files in the folder of images and masks with the content of ``data.masks``."""
 
@@ -84,6 +87,10 @@ def _check_said(said: MasksSaid, source: str) -> None:
             )
         if wrong := [path for path in said.layers.values() if "{name}" not in path]:
             raise ValueError(f"expected paths with {{name}} in {source}.layers, got {wrong[0]}")
+        if wrong := [path for path in said.layers.values() if suffix_of(path) not in MASK_SUFFIXES]:
+            raise ValueError(
+                f"expected {source}.layers to end in {', '.join(MASK_SUFFIXES)}, got {wrong[0]}"
+            )
         names = [BACKGROUND, *said.layers]
     for key, given in (("classes", names), ("colours", colours)):
         if given is not None and not 2 <= len(given) <= IGNORED:

@@ -34,7 +34,7 @@ from visionattn.data.folder_walk import (
 )
 from visionattn.data.folds import groups_of, hold_out
 from visionattn.data.formats import ReadOptions, Source, settle
-from visionattn.data.formats.reader import require
+from visionattn.data.formats.reader import one_line, require
 from visionattn.data.images import ImageDataset
 from visionattn.data.label_table import LabelTable
 from visionattn.data.mask_files import MaskFiles, settle_classes
@@ -409,19 +409,21 @@ def _open_table(root: str) -> Found:
         available = datasets.get_dataset_split_names(root.removeprefix("hfds/"))
         splits = by_split(available, root)
         readers = {name: create_reader(root, split=name) for name in splits.values()}
-        labels = [np.array(reader.dataset[reader.label_key]) for reader in readers.values()]
     except OSError as error:  # a missing dataset, or the network
-        raise FileNotFoundError(f"cannot open {root}: {' '.join(str(error).split())}") from error
+        raise FileNotFoundError(f"cannot open {root}: {one_line(error)}") from error
     names = next((tuple(reader.class_to_idx) for reader in readers.values()), ())
     if not names:
         raise ValueError(
             f"expected a split train, val or test with named labels in {root}, got "
             f"{listed(available)}"
         )
-    LeftOut([name for name in available if name not in readers]).warn(root)
-    ends = np.cumsum([len(each) for each in labels])
-    indices = np.split(np.arange(ends[-1]), ends[:-1])
-    parts = {
-        split: SplitImages(*each) for split, *each in zip(splits, indices, labels, strict=True)
-    }
+    parts, first, left_out = {}, 0, [name for name in available if name not in readers]
+    for split, name in splits.items():
+        labels = np.array(readers[name].dataset[readers[name].label_key])
+        if labels.min(initial=0) < 0:  # tables mark images without a label by -1
+            left_out.append(f"{name} (images without labels)")
+        else:
+            parts[split] = SplitImages(first + np.arange(len(labels)), labels)
+        first += len(labels)
+    LeftOut(left_out).warn(root)
     return Found(root, TableRows(readers, root), parts, names)

@@ -6,11 +6,13 @@ This module finds and opens an image by its index. It decodes none.
 import io
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from PIL.ContainerIO import ContainerIO
 
 from visionattn.data.formats import Openable, Source, check_file, is_folder_format
+from visionattn.data.formats.reader import damage
 
 KNOWN_BYTES = 8192
 """Number of bytes at either end of a file that identify its content."""
@@ -97,12 +99,15 @@ class TableRows:
     def open(self, index: int) -> BinaryIO:
         """Read the row's image into memory."""
         name, row = self.rows[index]
-        return self.readers[name][row][0]
+        with damage("row of a table", AssertionError):  # a row without an image
+            return self.readers[name][row][0]
 
     def name(self, index: int) -> str:
         """Return ``table:file``, or ``table:index`` if the row has no file name."""
         name, row = self.rows[index]
-        return f"{self.root}/{name}:{self.readers[name].filename(row) or row}"
+        with suppress(TypeError):  # a row without an image
+            row = self.readers[name].filename(row) or row
+        return f"{self.root}/{name}:{row}"
 
 
 def known_part(source: Source, index: int, size: int) -> bytes:

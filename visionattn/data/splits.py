@@ -37,6 +37,7 @@ from visionattn.data.digits_and_canvas import (
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset, PagePieces
 from visionattn.data.folder_walk import composed
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
+from visionattn.data.formats.reader import one_line
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, ImageDataset
 from visionattn.data.label_table import read_labels
@@ -351,7 +352,7 @@ def _read_cifar10(config: DataConfig) -> tuple[dict[str, ImagesAndLabels], tuple
     except (RuntimeError, OSError) as error:  # torchvision's missing or damaged files; network
         if download:
             raise FileNotFoundError(
-                f"cannot download CIFAR-10 to {config.root}: {' '.join(str(error).split())}"
+                f"cannot download CIFAR-10 to {config.root}: {one_line(error)}"
             ) from error
         raise FileNotFoundError(
             f"no complete CIFAR-10 in {config.root}; pass --data.args.download true to download it"

@@ -132,7 +132,6 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
         command="stats",
         description="Measure mean and standard deviation of your training images.",
         example=EXAMPLE,
-        defaults={"data.name": "folder"},
     )
     data = config.data
     refuse(
@@ -243,4 +242,4 @@ def as_yaml(found: Moments, options: ReadOptions, argv: Sequence[str], images: i
 
 
 def _numbers(values: np.ndarray) -> list[float]:
-    return [float(f"{value:.9g}") for value in values if math.isfinite(value)]
+    return [float(f"{value:.9g}") for value in values]

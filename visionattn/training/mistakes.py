@@ -6,6 +6,7 @@ The report page uses these files and needs no images.
 
 import base64
 import io
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,7 @@ def mistake_of(row: np.ndarray, dataset: Dataset, geometry: Geometry, root: str 
     name = size = picture = None
     if number >= 0:
         if hasattr(dataset, "name"):
-            name = dataset.name(number).removeprefix(f"{root}/")
+            name = dataset.name(number).removeprefix(os.path.join(root or "", ""))
         item = dataset[SampleKey(number, 0, geometry)]
         if not isinstance(item, Unreadable):
             size = item.present

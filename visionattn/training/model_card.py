@@ -32,10 +32,11 @@ from visionattn.training.run_folder import BEST, CONFIG, STATUS, Ended
 MOST_CLASSES = 40
 """Maximum number of classes in a card; ``config.json`` lists all."""
 UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel", "dist_timeout", "data.cache")
+UNTOLD += ("teacher_cache",)
 """Options that a card omits: they do not affect the weights, or apply to several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card shows even at their defaults."""
-PATHS = ("data.root", "data.augment", "init_from", "teacher")
+PATHS = ("data.root", "data.labels", "data.features", "data.augment", "init_from", "teacher")
 """Options with paths, shortened to their last part."""
 
 

@@ -126,7 +126,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
                 if given.get("data.name", run.data.name) == run.data.name
                 else {key: getattr(run.data, key) for key in OF_ANY_DATA}
             )
-            defaults = {f"data.{key}": keep[key] for key in keep if key not in CROPS}
+            defaults = {f"data.{key}": keep[key] for key in keep if key not in IDLE}
             # Whole images may be much larger than the crops of a training batch.
             batch_size = run.batch_size if run.data.crop is None else "auto"
             defaults |= {"seed": run.seed, "batch_size": batch_size}
@@ -152,7 +152,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         defaults=defaults,
     )
     # The checkpoint and the flags set the preprocessing; options of the run's data are ignored.
-    usual = {f"data.{key}": getattr(DataConfig(), key) for key in SEEN} | defaults
+    usual = {f"data.{key}": value for key, value in asdict(DataConfig()).items()} | defaults
     refuse(
         (config.checkpoint is None, "expected --checkpoint: the best.safetensors of a run"),
         *(
@@ -164,10 +164,10 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         ),
         *(
             (
-                f"data.{key}" in given,
+                getattr(config.data, key) != usual[f"data.{key}"],
                 f"data.{key} applies only to training; remove it",
             )
-            for key in ("augment", *CROPS)
+            for key in IDLE
         ),
     )
     if config.split is None and trained_on and _same_root(config.data, trained_on):
@@ -190,8 +190,8 @@ SEEN = {
 """Data options of a training that have their own flags here."""
 
 
-CROPS = ("crop", "crop_around", "crops", "features")
-"""Data options of a training that evaluation ignores."""
+IDLE = ("augment", "sampler", "crop", "crop_around", "crops", "features", "mean", "std")
+"""Data options of a training without effect on an evaluation; the weights have mean and std."""
 
 
 OF_ANY_DATA = ("root", "val_fraction", "on_error", "cache", "workers")
@@ -346,7 +346,6 @@ class Validation:
         found, spec = images_to_judge(
             replace(
                 data,
-                augment="none",
                 fit=first.fit,
                 img_size=None if first.img_size is None else list(first.img_size),
                 img_size_choices=[min(each.img_size) for each in self.geometries if each.img_size]

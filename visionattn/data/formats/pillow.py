@@ -101,7 +101,9 @@ class PillowImage(Reader):
             return
         if mode == "F" or mode.startswith("I"):
             self.mode, self.bands = mode, 1
-            self.dtype = np.dtype({"F": "float32", "I": "int32"}.get(mode, "uint16"))
+            # Pillow scales PGM and PPM to 16 bits, by the maximum in the header.
+            whole = "uint16" if self._image.format == "PPM" else "int32"
+            self.dtype = np.dtype({"F": "float32", "I": whole}.get(mode, "uint16"))
             self.bits = self._bits()
             return
         self.mode = CONVERTED.get(mode, "L" if mode == "L" else "RGB")
@@ -116,7 +118,6 @@ class PillowImage(Reader):
         """Return the number of bits that integers fill, if the file states it."""
         if self.codestream is not None:
             return self.codestream.bits if self.codestream.bits < 16 else None
-        # Pillow scales PGM and PPM to 16 bits, by the maximum in the header.
         return 16 if self._image.format == "PPM" else None
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
