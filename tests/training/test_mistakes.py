@@ -52,6 +52,14 @@ def said_of(logits):
     return logits.argmax(1), shares / shares.sum(1, keepdims=True)
 
 
+def tensors_in(thing):
+    """The number of tensors that an object keeps."""
+    if isinstance(thing, torch.Tensor):
+        return 1
+    kept = thing if isinstance(thing, list | tuple) else getattr(thing, "__dict__", {}).values()
+    return sum(map(tensors_in, kept))
+
+
 def test_pairs_are_counted_and_the_mistakes_of_the_largest_loss_are_kept():
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 7, 83)
@@ -62,6 +70,7 @@ def test_pairs_are_counted_and_the_mistakes_of_the_largest_loss_are_kept():
     for start in range(0, 83, 9):
         part = torch.from_numpy(logits[start : start + 9])
         tally.add(torch.from_numpy(labels[start : start + 9]), part.argmax(1), part)
+    assert tensors_in(tally) == 3  # not some for each batch, which would fragment memory
     numbers = draw.permutation(1000)[:83]
     rows = tally.rows(numbers.tolist())
     np.testing.assert_array_equal(rows[:, [0, 1, 4]], np.stack([labels, said, numbers], 1))
