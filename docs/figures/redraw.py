@@ -32,6 +32,16 @@ def quality_of(rows: list[Record]) -> list[Chart]:
     return charts
 
 
+def losses_of(rows: list[Record]) -> list[Chart]:
+    """Return the training loss over images, a series per model."""
+    series = [
+        over(chosen(rows, ("model",), (model,)), "images", scaled("train_loss", 1), model,
+             SeriesStyle.of(number))
+        for number, (model,) in enumerate(distinct(rows, "model"))
+    ]  # fmt: skip
+    return [Chart("", "training images", "mean loss of 50 steps (chance: 2.303)", series)]
+
+
 NAMES = {
     "vit_small_patch16_224": "timm ViT-S, fused attention",
     "vit_small_patch16_224+eager": "timm ViT-S, attention matrix stored",
@@ -47,6 +57,10 @@ DRAWN["heads-digits"] = (
 DRAWN["quality"] = (
     "Accuracy on canvases larger than in training (48 to 80 px); bands: standard deviation",
     quality_of,
+)
+DRAWN["cifar10-pixel"] = (
+    "Loss of pixel models on CIFAR-10, first hour on one core",
+    losses_of,
 )
 DRAWN["memory"] = (
     "Memory over image size: one block, one image, float32",
