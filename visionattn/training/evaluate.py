@@ -113,7 +113,7 @@ class _Rows:
             self._kept = grown
         self._kept[start : self.count] = rows
 
-    def all(self) -> Tensor:
+    def tensor(self) -> Tensor:
         return self._kept[: self.count]
 
 
@@ -188,7 +188,7 @@ class Tally:
         """Return the probability of each class for each image, float32 ``[N, classes]``, in the
         order of ``rows``; empty for more than ``MOST_CURVES`` classes.
         """
-        return self._probabilities.all().cpu().float().numpy()
+        return self._probabilities.tensor().cpu().float().numpy()
 
     def rows(self, numbers: Sequence[int] | None) -> np.ndarray:
         """Return a row for each image, float64 ``[N, 5]``: class, predicted class, the log
@@ -200,7 +200,7 @@ class Tally:
         """
         if not self._labels.count:
             return np.zeros((0, self._values + 1))
-        classes, logs = (each.all().cpu().numpy() for each in (self._labels, self._found))
+        classes, logs = (each.tensor().cpu().numpy() for each in (self._labels, self._found))
         order = np.full(len(classes), -1) if numbers is None else np.asarray(numbers)
         return np.column_stack([classes, logs, order]).astype(np.float64)
 
@@ -370,6 +370,6 @@ def _sums(
     # The first batch, with the start-up of libraries, is timed only if there is no other.
     timed, seconds = (sum(each) for each in zip(*(times[1:] or times or [(0, 0.0)]), strict=True))
     images_seen = sum(count for count, _ in times)
-    sums = parts.all().cpu().double().sum(0).tolist()
+    sums = parts.tensor().cpu().double().sum(0).tolist()
     speed = timed / max(seconds, 1e-9)
     return (images_seen, *sums, speed, *counts.flatten().tolist()), scores.cpu()
